@@ -1,1 +1,18 @@
-//! Placeholder.
+//! Every decision of Highwater, as functions of values and a given `now`.
+//!
+//! Nothing here sleeps, logs, reads a clock or calls anything: what the agent and the operator
+//! do is decided here and can be replayed from values alone.
+
+pub mod breaker;
+pub mod budget;
+pub mod episode;
+pub mod ledger;
+pub mod node_status;
+pub mod pod;
+pub mod policy_status;
+pub mod quota;
+pub mod remediation;
+pub mod resolve;
+pub mod taint;
+pub mod time;
+pub mod victim;

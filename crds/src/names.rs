@@ -1,0 +1,92 @@
+//! Names that more than one component must agree on.
+
+/// The API group.
+pub const GROUP: &str = "highwater.dev";
+
+/// Annotation (`"true"`) that stops new acts: on the release namespace it holds for the whole
+/// install, on a Node, a Namespace or a Pod for that object alone. Recovery goes on.
+pub const PAUSED: &str = "highwater.dev/paused";
+
+/// Label (`"true"`) on a Node that makes the agent close every device handle and report
+/// Unmonitored.
+pub const STAND_DOWN: &str = "highwater.dev/stand-down";
+
+/// Pod annotation: a quantity that lowers the pod's quota. It can never raise it.
+pub const POD_LIMIT: &str = "highwater.dev/limit";
+
+/// Pod annotation: a quantity of memory that the pod preallocates by design and that does not
+/// count towards a device's level. At most the pod's limit.
+pub const POD_DECLARED: &str = "highwater.dev/declared";
+
+/// Key of the node taint that `Freeze` sets (effect `NoSchedule`; the value is the level).
+pub const PRESSURE_TAINT: &str = "highwater.dev/memory-pressure";
+
+/// Name of the emptyDir volume by which a pod opts in to `Signal`.
+pub const SIGNAL_VOLUME: &str = "highwater";
+
+/// Name of the file in [`SIGNAL_VOLUME`] that carries the signal.
+pub const SIGNAL_FILE: &str = "pressure";
+
+/// Label on every incident: the node whose agent reported it.
+pub const NODE_LABEL: &str = "highwater.dev/node";
+
+/// ConfigMap in the release namespace that holds the reserved remediation tokens.
+pub const BUDGET_CONFIG_MAP: &str = "highwater-budget";
+
+/// Name of the leader election Lease in the release namespace.
+pub const LEADER_LEASE: &str = "highwater-operator";
+
+/// `spec.controllerName`-like identity used as `reportingComponent` of Events by the operator.
+pub const OPERATOR_COMPONENT: &str = "highwater-operator";
+
+/// Reporting component of the agent's Events.
+pub const AGENT_COMPONENT: &str = "highwater-agent";
+
+/// Field managers for server-side apply. One a component and concern; no two may be equal.
+pub mod manager {
+    /// Agent: creates `GpuMemoryNode`, writes its status.
+    pub const AGENT_NODE: &str = "highwater-agent/node";
+    /// Agent: incident spec.
+    pub const AGENT_INCIDENT: &str = "highwater-agent/incident";
+    /// Agent: incident `status.observation`.
+    pub const AGENT_OBSERVATION: &str = "highwater-agent/observation";
+    /// Operator: policy status.
+    pub const OPERATOR_POLICY: &str = "highwater-operator/policy-status";
+    /// Operator: `GpuMemoryNode.spec`.
+    pub const OPERATOR_PLAN: &str = "highwater-operator/node-plan";
+    /// Operator: incident `status.decision`.
+    pub const OPERATOR_DECISION: &str = "highwater-operator/decision";
+    /// Operator: node taints.
+    pub const OPERATOR_TAINT: &str = "highwater-operator/taint";
+    /// Operator: reserved tokens.
+    pub const OPERATOR_BUDGET: &str = "highwater-operator/budget";
+
+    /// Every manager, for the uniqueness test.
+    pub const ALL: [&str; 8] = [
+        AGENT_NODE,
+        AGENT_INCIDENT,
+        AGENT_OBSERVATION,
+        OPERATOR_POLICY,
+        OPERATOR_PLAN,
+        OPERATOR_DECISION,
+        OPERATOR_TAINT,
+        OPERATOR_BUDGET,
+    ];
+}
+
+/// Namespaces in which no act is ever taken, whatever a policy selects. The release namespace
+/// is added to these at run time.
+pub const SYSTEM_NAMESPACES: [&str; 3] = ["kube-system", "kube-public", "kube-node-lease"];
+
+#[cfg(test)]
+mod tests {
+    use super::manager;
+
+    #[test]
+    fn field_managers_are_unique() {
+        let mut all = manager::ALL.to_vec();
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), manager::ALL.len());
+    }
+}

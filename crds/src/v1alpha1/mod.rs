@@ -1,0 +1,9 @@
+//! Version `v1alpha1`.
+
+mod incident;
+mod node;
+mod policy;
+
+pub use incident::*;
+pub use node::*;
+pub use policy::*;
