@@ -1,1 +1,15 @@
-//! Placeholder.
+//! A simulated NVIDIA driver: one daemon stands for the driver of a host, and the libraries
+//! `libcuda.so.1` and `libnvidia-ml.so.1` built beside this crate speak to it over a unix socket.
+//!
+//! [`driver`] holds the behaviour and knows neither sockets nor clocks; [`daemon`] serves it;
+//! [`identity`] learns from the kernel who calls; [`client`] is the other end.
+
+pub mod client;
+pub mod config;
+pub mod daemon;
+pub mod driver;
+pub mod fault;
+pub mod identity;
+pub mod protocol;
+pub mod size;
+pub mod visible;

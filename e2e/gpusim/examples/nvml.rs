@@ -1,0 +1,112 @@
+//! Prints what NVML says about every device, as JSON: an independent reader, for the simulator
+//! and for real devices alike.
+#![allow(clippy::unwrap_used, reason = "a tool for tests: what is not there is an error anyway")]
+
+use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::struct_wrappers::device::ProcessInfo;
+use std::time::{Duration, Instant};
+
+use nvml_wrapper::{Device, Nvml, error::NvmlError};
+use serde_json::{Value, json};
+
+fn main() {
+    let nvml = match Nvml::init() {
+        Ok(nvml) => nvml,
+        Err(error) => {
+            println!("{}", json!({ "error": format!("{error:?}") }));
+            return;
+        }
+    };
+    if let Some(pid) = std::env::args().nth(1) {
+        return follow(&nvml, pid.parse().unwrap());
+    }
+    let count = nvml.device_count().unwrap();
+    let devices: Vec<Value> = (0..count).map(|index| show(&nvml, nvml.device_by_index(index))).collect();
+    let driver = nvml.sys_driver_version().unwrap();
+    let cuda = nvml.sys_cuda_driver_version().unwrap();
+    println!("{}", json!({ "driver": driver, "cuda": cuda, "devices": devices }));
+}
+
+/// Prints each change of what device 0 and `/proc` say about a process, until its memory is back.
+fn follow(nvml: &Nvml, pid: u32) {
+    let device = nvml.device_by_index(0).unwrap();
+    let start = Instant::now();
+    let mut before = Value::Null;
+    let mut gone_since = None;
+    while gone_since.is_none_or(|since: Instant| since.elapsed() < Duration::from_millis(500)) {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        let state = status.lines().find_map(|line| line.strip_prefix("State:")).map(str::trim);
+        let list = device.running_compute_processes().unwrap();
+        let now = json!({
+            "proc": state,
+            "listed": list.iter().find(|process| process.pid == pid).map(|process| format!("{process:?}")),
+            "usedMib": device.memory_info().unwrap().used >> 20,
+        });
+        if now != before {
+            println!("{:.1} ms: {now}", start.elapsed().as_secs_f64() * 1e3);
+            before = now;
+        }
+        if state.is_none() && gone_since.is_none() {
+            gone_since = Some(Instant::now());
+        }
+    }
+}
+
+fn show(nvml: &Nvml, device: Result<Device, NvmlError>) -> Value {
+    let device = match device {
+        Ok(device) => device,
+        Err(error) => return json!({ "error": format!("{error:?}") }),
+    };
+    let uuid = device.uuid().unwrap();
+    assert_eq!(nvml.device_by_uuid(uuid.as_str()).unwrap().uuid().unwrap(), uuid);
+    let instances = device.mig_device_count().unwrap_or(0);
+    let instances = (0..instances).map_while(|index| device.mig_device_by_index(index).ok());
+    let instances: Vec<Value> = instances
+        .map(|instance| {
+            assert!(instance.mig_is_mig_device_handle().unwrap());
+            assert_eq!(instance.mig_parent_device().unwrap().uuid().unwrap(), uuid);
+            memory_and_processes(&instance, json!({ "uuid": instance.uuid().unwrap() }))
+        })
+        .collect();
+    let facts = json!({
+        "uuid": uuid,
+        "name": device.name().unwrap(),
+        "minor": device.minor_number().unwrap(),
+        "bus": device.pci_info().unwrap().bus_id,
+        "brand": format!("{:?}", device.brand().unwrap()),
+        "mig": device.mig_mode().map(|mode| mode.current).ok(),
+        "instances": instances,
+    });
+    memory_and_processes(&device, facts)
+}
+
+fn memory_and_processes(device: &Device, facts: Value) -> Value {
+    let memory = match device.memory_info() {
+        Ok(memory) => json!({
+            "total": memory.total, "reserved": memory.reserved, "used": memory.used, "free": memory.free,
+        }),
+        Err(error) => json!({ "error": format!("{error:?}") }),
+    };
+    let lists = json!({
+        "memory": memory,
+        "compute": processes(device.running_compute_processes()),
+        "graphics": processes(device.running_graphics_processes()),
+        "mps": processes(device.mps_running_compute_processes()),
+    });
+    let all = [facts, lists].into_iter().filter_map(|value| value.as_object().cloned()).flatten();
+    Value::Object(all.collect())
+}
+
+fn processes(list: Result<Vec<ProcessInfo>, NvmlError>) -> Value {
+    let entry = |process: &ProcessInfo| {
+        let bytes = match process.used_gpu_memory {
+            UsedGpuMemory::Used(bytes) => Some(bytes),
+            UsedGpuMemory::Unavailable => None,
+        };
+        json!({ "pid": process.pid, "bytes": bytes, "gi": process.gpu_instance_id, "ci": process.compute_instance_id })
+    };
+    match list {
+        Ok(list) => list.iter().map(entry).collect(),
+        Err(error) => json!({ "error": format!("{error:?}") }),
+    }
+}

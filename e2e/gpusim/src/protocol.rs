@@ -1,0 +1,384 @@
+//! The messages between the libraries and the daemon: frames of a little-endian 32-bit length and
+//! that many bytes of JSON, strictly a request and then its reply.
+
+use std::io::{self, Read, Write};
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use crate::config::Config;
+use crate::fault::{Fault, FaultKind};
+use crate::size::Bytes;
+
+/// Where the daemon listens unless told otherwise.
+pub const DEFAULT_SOCKET: &str = "/run/gpusim/gpu.sock";
+/// Names another socket, for processes outside pods.
+pub const SOCKET_VARIABLE: &str = "GPUSIM_SOCKET";
+
+/// A frame longer than this is not ours.
+const LONGEST_FRAME: usize = 16 << 20;
+
+/// A device, or one MIG instance of it, by position.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Region {
+    /// Device index.
+    pub device: u32,
+    /// Position of the instance in the device's layout.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub instance: Option<u32>,
+}
+
+impl Region {
+    /// Whether memory in `other` is memory of this region too.
+    pub fn covers(self, other: Self) -> bool {
+        self.device == other.device && (self.instance.is_none() || self.instance == other.instance)
+    }
+}
+
+/// NVML's three lists of processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum ProcessList {
+    /// Processes with a compute context.
+    Compute,
+    /// Processes with a graphics context.
+    Graphics,
+    /// Clients of an MPS server.
+    Mps,
+}
+
+impl std::str::FromStr for ProcessList {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "compute" => Ok(Self::Compute),
+            "graphics" => Ok(Self::Graphics),
+            "mps" => Ok(Self::Mps),
+            _ => Err(format!("{text:?} is no process list: write compute, graphics or mps")),
+        }
+    }
+}
+
+/// How memory is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum MemoryKind {
+    /// `cuMemAlloc`.
+    Plain,
+    /// `cuMemAllocManaged`: takes device memory when touched, and is charged to nobody.
+    Managed,
+    /// `cuMemCreate`: charged only while the process has a context.
+    Physical,
+}
+
+/// What a client asks.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", rename_all_fields = "camelCase")]
+pub enum Request {
+    /// Driver and devices.
+    Inventory,
+    /// Whether the region answers at all.
+    Check(Region),
+    /// Memory of a region.
+    Memory(Region),
+    /// One list of processes.
+    Processes(Region, ProcessList),
+    /// Opens devices for CUDA.
+    Attach {
+        /// Their indices.
+        devices: Vec<u32>,
+        /// The lists that show this process once it has a context.
+        lists: Vec<ProcessList>,
+    },
+    /// Makes a context.
+    CreateContext(Region),
+    /// Takes memory.
+    Allocate {
+        /// Where.
+        region: Region,
+        /// How.
+        kind: MemoryKind,
+        /// How much; rounded up to the granularity.
+        bytes: u64,
+        /// The context whose end frees it too.
+        context: Option<u64>,
+    },
+    /// Puts managed memory on the device, as far as it fits.
+    Touch {
+        /// The allocation.
+        id: u64,
+        /// Its first bytes.
+        bytes: u64,
+    },
+    /// Ends a context with its memory, or gives back one allocation.
+    Free(u64),
+    /// Changes or shows the simulator itself.
+    Control(Control),
+}
+
+/// What `gpusim ctl` asks.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", rename_all_fields = "camelCase")]
+pub enum Control {
+    /// Everything.
+    Show,
+    /// Another host, as after a reboot.
+    Reconfigure {
+        /// The new host.
+        config: Config,
+        /// Even while processes hold memory, which they lose.
+        force: bool,
+    },
+    /// Begins a fault.
+    Inject(Fault),
+    /// Ends faults: those of one device, of one kind by name, or all.
+    Clear {
+        /// Device index.
+        device: Option<u32>,
+        /// Name of the kind.
+        kind: Option<String>,
+    },
+    /// Resets one device or all: ends its faults and empties it.
+    Reset {
+        /// Device index.
+        device: Option<u32>,
+        /// Even while processes hold memory, which they lose.
+        force: bool,
+    },
+}
+
+/// What the daemon answers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Reply {
+    /// Nothing more to say.
+    Done,
+    /// To [`Request::Inventory`].
+    Inventory(Inventory),
+    /// To [`Request::Memory`].
+    Memory(Memory),
+    /// To [`Request::Processes`].
+    Processes(Vec<Process>),
+    /// The context or allocation that was made.
+    Made(u64),
+    /// To [`Control::Show`].
+    State(State),
+    /// How many faults ended.
+    Cleared(usize),
+}
+
+/// Why the daemon refused.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Failure {
+    /// Not enough memory.
+    OutOfMemory,
+    /// No such device, instance, context or allocation.
+    Unknown,
+    /// The device has fallen off the bus.
+    Lost,
+    /// The device cannot say.
+    NotSupported,
+    /// The device is in use.
+    InUse,
+    /// Only root and the daemon's user may change the simulator.
+    Forbidden,
+    /// The request makes no sense; in words.
+    Invalid(String),
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::OutOfMemory => "not enough device memory is free",
+            Self::Unknown => "no such device, MIG instance, context or allocation",
+            Self::Lost => "the device is lost",
+            Self::NotSupported => "the device cannot do that",
+            Self::InUse => "processes hold memory there: end them first, or force",
+            Self::Forbidden => "only root and the daemon's own user may change the simulator",
+            Self::Invalid(words) => words,
+        })
+    }
+}
+
+impl std::error::Error for Failure {}
+
+/// The driver and its devices.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Inventory {
+    /// As NVML reports it.
+    pub driver_version: String,
+    /// 1000 * major + 10 * minor.
+    pub cuda_version: i32,
+    /// In index order.
+    pub devices: Vec<DeviceFacts>,
+}
+
+/// What never changes about a device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DeviceFacts {
+    /// `GPU-...`.
+    pub uuid: String,
+    /// Product name.
+    pub name: String,
+    /// PCI bus number; domain 0, device 0.
+    pub bus: u32,
+    /// Bytes that allocations can have.
+    pub usable: u64,
+    /// MIG instances, in layout order.
+    pub instances: Vec<InstanceFacts>,
+}
+
+/// What never changes about a MIG instance.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct InstanceFacts {
+    /// `MIG-...`.
+    pub uuid: String,
+    /// Product name with the profile.
+    pub name: String,
+    /// Bytes that allocations can have.
+    pub usable: u64,
+    /// GPU instance number.
+    pub gpu_instance: u32,
+    /// Compute instance number.
+    pub compute_instance: u32,
+}
+
+/// Memory of a region, in bytes: `total = reserved + used + free`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Memory {
+    /// All of it.
+    pub total: u64,
+    /// Kept by the driver.
+    pub reserved: u64,
+    /// In use.
+    pub used: u64,
+    /// The rest.
+    pub free: u64,
+}
+
+/// One entry of a process list.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Process {
+    /// PID in the PID namespace of whoever asks.
+    pub pid: u32,
+    /// Bytes; absent where the driver does not say.
+    pub bytes: Option<u64>,
+    /// GPU and compute instance, under MIG.
+    pub instance: Option<(u32, u32)>,
+}
+
+/// Everything, for people and tests.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct State {
+    /// Driver and devices.
+    pub inventory: Inventory,
+    /// Memory of each device; absent where it cannot be read.
+    pub memory: Vec<Option<Memory>>,
+    /// Whoever holds memory, by host PID.
+    pub holders: Vec<Holder>,
+    /// Memory of dead processes on its way back.
+    pub leaving: Bytes,
+    /// Faults in force.
+    pub faults: Vec<Fault>,
+}
+
+/// A process that holds memory.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Holder {
+    /// Host PID.
+    pub pid: u32,
+    /// Where.
+    pub region: Region,
+    /// Contexts that it has there.
+    pub contexts: u32,
+    /// Bytes that NVML charges to it.
+    pub charged: u64,
+    /// Bytes that it uses and nobody is charged for.
+    pub uncharged: u64,
+}
+
+impl State {
+    /// The faults of one kind.
+    pub fn faults_named<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a FaultKind> {
+        self.faults.iter().map(|fault| &fault.kind).filter(move |kind| kind.name() == name)
+    }
+}
+
+/// Writes one message.
+pub(crate) fn send<T: Serialize>(stream: &mut impl Write, message: &T) -> io::Result<()> {
+    let mut frame = vec![0; 4];
+    serde_json::to_writer(&mut frame, message)?;
+    let length = u32::try_from(frame.len().saturating_sub(4)).map_err(io::Error::other)?;
+    if let Some(header) = frame.first_chunk_mut() {
+        *header = length.to_le_bytes();
+    }
+    stream.write_all(&frame)
+}
+
+/// Reads one message into `buffer`'s storage. `None` at the end of the stream.
+pub(crate) fn receive<T: DeserializeOwned>(
+    stream: &mut impl Read,
+    buffer: &mut Vec<u8>,
+) -> io::Result<Option<T>> {
+    // A request is answered before the next is sent, so one read usually takes the whole frame
+    // and never a part of the next one.
+    buffer.clear();
+    let mut block = [0; 4096];
+    loop {
+        let length = stream.read(&mut block)?;
+        if length == 0 {
+            return if buffer.is_empty() { Ok(None) } else { Err(io::ErrorKind::UnexpectedEof.into()) };
+        }
+        buffer.extend_from_slice(block.get(..length).unwrap_or_default());
+        let Some((header, body)) = buffer.split_first_chunk::<4>() else { continue };
+        let expected = usize::try_from(u32::from_le_bytes(*header)).map_err(io::Error::other)?;
+        if expected > LONGEST_FRAME || body.len() > expected {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "not a frame of the simulator's protocol",
+            ));
+        }
+        if body.len() == expected {
+            return serde_json::from_slice(body).map(Some).map_err(io::Error::from);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_arrives_as_it_was_sent() {
+        let request = Request::Processes(Region { device: 3, instance: Some(1) }, ProcessList::Mps);
+        let mut wire = Vec::new();
+        send(&mut wire, &request).unwrap();
+        let mut buffer = Vec::new();
+        assert_eq!(receive::<Request>(&mut wire.as_slice(), &mut buffer).unwrap(), Some(request));
+    }
+
+    #[test]
+    fn a_long_message_is_read_in_pieces() {
+        let entry = Process { pid: 1, bytes: None, instance: None };
+        let reply: Result<Reply, Failure> = Ok(Reply::Processes(vec![entry; 1000]));
+        let mut wire = Vec::new();
+        send(&mut wire, &reply).unwrap();
+        assert!(wire.len() > 4096);
+        let mut buffer = Vec::new();
+        assert_eq!(receive(&mut wire.as_slice(), &mut buffer).unwrap(), Some(reply));
+    }
+
+    #[test]
+    fn a_broken_frame_is_an_error_and_an_end_is_none() {
+        let mut buffer = Vec::new();
+        assert_eq!(receive::<Request>(&mut [].as_slice(), &mut buffer).unwrap(), None);
+        assert!(receive::<Request>(&mut [9, 0, 0].as_slice(), &mut buffer).is_err());
+        assert!(receive::<Request>(&mut [255; 64].as_slice(), &mut buffer).is_err());
+    }
+}
