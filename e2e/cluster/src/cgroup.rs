@@ -11,11 +11,14 @@ use std::{
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::spec::{CGROUP, Spec};
+use crate::spec::{CGROUP, Node, Spec};
+
+/// The controllers of version 2 that the kubelet wants to find enabled.
+const CONTROLLERS: &[&str] = &["cpu", "cpuset", "hugetlb", "io", "memory", "pids"];
 
 /// Makes the cgroups of the daemons and of each node's pods.
 pub fn create(spec: &Spec) -> Result<()> {
-    let names = [CGROUP.to_owned(), daemons()].into_iter().chain(spec.nodes().map(|node| node.cgroup()));
+    let names = [CGROUP.to_owned(), daemons()].into_iter().chain(spec.nodes().map(Node::cgroup));
     let hierarchies = hierarchies()?;
     for name in names {
         for hierarchy in &hierarchies {
@@ -31,7 +34,8 @@ pub fn create(spec: &Spec) -> Result<()> {
 /// under in others go on.
 pub fn join() -> Result<()> {
     let hierarchy = tracking_hierarchy()?;
-    fs::write(hierarchy.path.join(daemons()).join("cgroup.procs"), "0").context("joining the cluster's cgroup")
+    fs::write(hierarchy.path.join(daemons()).join("cgroup.procs"), "0")
+        .context("joining the cluster's cgroup")
 }
 
 /// Kills every process of the cluster and waits for the end of the last.
@@ -61,8 +65,18 @@ pub fn any_alive() -> Result<bool> {
 
 /// Removes the cgroups; they have no processes any more.
 pub fn remove() -> Result<()> {
-    for hierarchy in hierarchies()? {
-        let root = hierarchy.path.join(CGROUP);
+    remove_below(Path::new(CGROUP))
+}
+
+/// Removes the cgroups of a node's pods, as a reboot does.
+pub fn remove_pods(node: Node) -> Result<()> {
+    remove_below(&Path::new(&node.cgroup()).join("kubepods"))
+}
+
+fn remove_below(name: &Path) -> Result<()> {
+    // All of them: with version 1, the runtime makes cgroups in a version 2 hierarchy beside it too.
+    for hierarchy in parse_hierarchies(&mounts()?) {
+        let root = hierarchy.path.join(name);
         let deadline = Instant::now() + Duration::from_secs(5);
         while let Err(error) = remove_tree(&root) {
             // The kernel lets go of a cgroup a moment after its last process.
@@ -91,9 +105,13 @@ enum Version {
     Two,
 }
 
+fn mounts() -> Result<String> {
+    fs::read_to_string("/proc/self/mountinfo").context("reading mounts")
+}
+
+/// The hierarchies that control anything.
 fn hierarchies() -> Result<Vec<Hierarchy>> {
-    let mounts = fs::read_to_string("/proc/self/mountinfo").context("reading mounts")?;
-    let found = parse_hierarchies(&mounts);
+    let found = in_control(parse_hierarchies(&mounts()?));
     if found.is_empty() {
         bail!("no cgroups are mounted below /sys/fs/cgroup");
     }
@@ -101,8 +119,15 @@ fn hierarchies() -> Result<Vec<Hierarchy>> {
 }
 
 /// All version 1 hierarchies, or the version 2 one where it is the only one.
+fn in_control(mut all: Vec<Hierarchy>) -> Vec<Hierarchy> {
+    if all.iter().any(|hierarchy| hierarchy.version == Version::One) {
+        all.retain(|hierarchy| hierarchy.version == Version::One);
+    }
+    all
+}
+
 fn parse_hierarchies(mountinfo: &str) -> Vec<Hierarchy> {
-    let mut all: Vec<Hierarchy> = mountinfo
+    mountinfo
         .lines()
         .filter_map(|line| {
             let (mount, filesystem) = line.split_once(" - ")?;
@@ -114,11 +139,7 @@ fn parse_hierarchies(mountinfo: &str) -> Vec<Hierarchy> {
             let path = PathBuf::from(mount.split(' ').nth(4)?);
             path.starts_with("/sys/fs/cgroup").then_some(Hierarchy { path, version })
         })
-        .collect();
-    if all.iter().any(|hierarchy| hierarchy.version == Version::One) {
-        all.retain(|hierarchy| hierarchy.version == Version::One);
-    }
-    all
+        .collect()
 }
 
 /// Where processes are found again: version 2, or of version 1 a hierarchy that limits nothing
@@ -135,7 +156,8 @@ fn create_one(hierarchy: &Hierarchy, name: &str) -> Result<()> {
     let parent = path.parent().unwrap_or(&path);
     if hierarchy.version == Version::Two {
         let controllers = fs::read_to_string(parent.join("cgroup.controllers"))?;
-        for controller in controllers.split_whitespace() {
+        for controller in controllers.split_whitespace().filter(|controller| CONTROLLERS.contains(controller))
+        {
             fs::write(parent.join("cgroup.subtree_control"), format!("+{controller}"))
                 .with_context(|| format!("enabling {controller} below {}", parent.display()))?;
         }
@@ -184,7 +206,7 @@ mod tests {
         let mounts = "32 31 0:29 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n\
                       39 31 0:36 / /sys/fs/cgroup/pids rw - cgroup cgroup rw,pids\n\
                       41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n";
-        let found = parse_hierarchies(mounts);
+        let found = in_control(parse_hierarchies(mounts));
         assert_eq!(found.len(), 2);
         assert!(found.iter().all(|hierarchy| hierarchy.version == Version::One));
     }
@@ -192,7 +214,7 @@ mod tests {
     #[test]
     fn a_unified_host_has_one_hierarchy() {
         let mounts = "29 22 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
-        let found = parse_hierarchies(mounts);
+        let found = in_control(parse_hierarchies(mounts));
         assert_eq!(found, [Hierarchy { path: "/sys/fs/cgroup".into(), version: Version::Two }]);
     }
 }

@@ -5,13 +5,13 @@ use std::process::{Command, Output};
 use anyhow::{Context, Result, bail};
 
 /// Runs a program to its end; its standard output, or an error with what it wrote.
-pub fn output(command: &mut Command) -> Result<String> {
+pub(crate) fn output(command: &mut Command) -> Result<String> {
     let name = display(command);
     check(&name, command.output().with_context(|| format!("starting {name}"))?)
 }
 
 /// Runs a program with our own standard output and error.
-pub fn run(command: &mut Command) -> Result<()> {
+pub(crate) fn run(command: &mut Command) -> Result<()> {
     let name = display(command);
     let status = command.status().with_context(|| format!("starting {name}"))?;
     if !status.success() {
@@ -21,7 +21,7 @@ pub fn run(command: &mut Command) -> Result<()> {
 }
 
 /// The output of a program that has ended, or an error with what it wrote.
-pub fn check(name: &str, output: Output) -> Result<String> {
+pub(crate) fn check(name: &str, output: Output) -> Result<String> {
     if !output.status.success() {
         let said = [output.stdout, output.stderr].concat();
         bail!("`{name}` ended with {}:\n{}", output.status, String::from_utf8_lossy(&said).trim());
@@ -30,7 +30,7 @@ pub fn check(name: &str, output: Output) -> Result<String> {
 }
 
 /// The command line, for messages.
-pub fn display(command: &Command) -> String {
+pub(crate) fn display(command: &Command) -> String {
     std::iter::once(command.get_program())
         .chain(command.get_args())
         .map(|part| part.to_string_lossy())

@@ -51,7 +51,7 @@ pub enum Request {
     Remove(String),
     /// Starts a stopped component.
     Start(String),
-    /// SIGTERM, then SIGKILL after ten seconds; stays down until started.
+    /// SIGTERM, then SIGKILL after three seconds; stays down until started.
     Stop(String),
     /// SIGKILL; stays down until started.
     Kill(String),
@@ -94,8 +94,9 @@ pub struct ComponentStatus {
 /// Sends one request to the cluster's supervisor.
 pub fn send(paths: &Paths, request: &Request) -> Result<Vec<ComponentStatus>> {
     let socket = paths.control_socket();
-    let mut stream = UnixStream::connect(&socket)
-        .with_context(|| format!("no supervisor at {}: is the cluster up? (`cluster up`)", socket.display()))?;
+    let mut stream = UnixStream::connect(&socket).with_context(|| {
+        format!("no supervisor at {}: is the cluster up? (`cluster up`)", socket.display())
+    })?;
     let mut line = serde_json::to_vec(request)?;
     line.push(b'\n');
     stream.write_all(&line)?;

@@ -11,7 +11,7 @@ use crate::{
 };
 
 /// Makes the network of the spec's nodes.
-pub fn create(spec: &Spec) -> Result<()> {
+pub(crate) fn create(spec: &Spec) -> Result<()> {
     for command in commands(spec) {
         let mut parts = command.split_whitespace();
         let program = parts.next().context("a command has a name")?;
@@ -21,7 +21,7 @@ pub fn create(spec: &Spec) -> Result<()> {
 }
 
 /// Removes whatever is left of the network.
-pub fn remove() -> Result<()> {
+pub(crate) fn remove() -> Result<()> {
     for name in [CLUSTER_NETWORK.to_owned(), format!("{CLUSTER_NETWORK}-n2")] {
         if Path::new("/run/netns").join(&name).exists() {
             output(Command::new("ip").args(["netns", "delete", &name]))?;
@@ -39,6 +39,8 @@ fn commands(spec: &Spec) -> Vec<String> {
         format!("ip -n {main} link add nodes type bridge"),
         format!("ip -n {main} addr add 10.222.0.1/24 dev nodes"),
         format!("ip -n {main} link set nodes up"),
+        // A process of the node itself needs some route before kube-proxy redirects a service.
+        format!("ip -n {main} route add 10.96.0.0/16 dev nodes"),
         format!("{inside} sysctl -qw net.ipv4.ip_forward=1"),
     ];
     for node in spec.nodes().skip(1) {

@@ -7,6 +7,12 @@ use std::{
 
 use anyhow::{Context, Result};
 
+/// Overrides [`Paths::state`].
+pub const STATE_VARIABLE: &str = "HIGHWATER_E2E_DIR";
+
+/// Overrides [`Paths::data`].
+pub const DATA_VARIABLE: &str = "HIGHWATER_E2E_DATA";
+
 /// The folders of one cluster. All of them come from the environment, so every command and test
 /// that runs with the same environment sees the same cluster.
 #[derive(Clone, Debug)]
@@ -26,7 +32,8 @@ pub struct Paths {
 impl Paths {
     /// Reads the environment. Creates nothing.
     pub fn from_env() -> Result<Self> {
-        let folder = |name: &str, default: &str| env::var_os(name).map_or_else(|| default.into(), PathBuf::from);
+        let folder =
+            |name: &str, default: &str| env::var_os(name).map_or_else(|| default.into(), PathBuf::from);
         let cache = match env::var_os("XDG_CACHE_HOME") {
             Some(dir) => PathBuf::from(dir),
             None => PathBuf::from(env::var_os("HOME").context("HOME is not set: set it or XDG_CACHE_HOME")?)
@@ -37,8 +44,8 @@ impl Paths {
             .nth(2)
             .context("the e2e crate lies two folders below the root of the checkout")?;
         Ok(Self {
-            state: folder("HIGHWATER_E2E_DIR", "/run/highwater-e2e"),
-            data: folder("HIGHWATER_E2E_DATA", "/var/lib/highwater-e2e"),
+            state: folder(STATE_VARIABLE, "/run/highwater-e2e"),
+            data: folder(DATA_VARIABLE, "/var/lib/highwater-e2e"),
             cache: cache.join("highwater"),
             repository: repository.to_owned(),
         })
@@ -57,6 +64,11 @@ impl Paths {
     /// The output of component `name`.
     pub fn log(&self, name: &str) -> PathBuf {
         self.state.join("logs").join(format!("{name}.log"))
+    }
+
+    /// The API server's audit log: one JSON object a line for each write by Highwater.
+    pub fn audit_log(&self) -> PathBuf {
+        self.log("audit")
     }
 
     /// The pid file of component `name`; the pid is the host's.

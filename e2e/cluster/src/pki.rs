@@ -24,14 +24,16 @@ struct Identity {
 }
 
 /// Issues every certificate and writes a kubeconfig for each client.
-pub fn issue(paths: &Paths, spec: &Spec) -> Result<()> {
+pub(crate) fn issue(paths: &Paths, spec: &Spec) -> Result<()> {
     let mut params = CertificateParams::default();
     params.distinguished_name.push(DnType::CommonName, "highwater-e2e");
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
     let authority = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
     write(&paths.pki().join("ca.crt"), authority.pem())?;
-    write(&paths.pki().join("service-accounts.key"), KeyPair::generate()?.serialize_pem())?;
+    let tokens = KeyPair::generate()?;
+    write(&paths.pki().join("service-accounts.key"), tokens.serialize_pem())?;
+    write(&paths.pki().join("service-accounts.pub"), tokens.public_key_pem())?;
     for identity in identities(spec) {
         let key = KeyPair::generate()?;
         let mut params = CertificateParams::new(identity.serves.clone())

@@ -34,7 +34,11 @@ impl Default for Spec {
 impl Spec {
     /// Refuses what cannot be brought up, saying what to change.
     pub fn validate(&self) -> Result<()> {
-        ensure!((1..=2).contains(&self.nodes), "--nodes {}: give 1 or 2; `cluster fleet` adds more", self.nodes);
+        ensure!(
+            (1..=2).contains(&self.nodes),
+            "--nodes {}: give 1 or 2; `cluster fleet` adds more",
+            self.nodes
+        );
         ensure!((1..=16).contains(&self.gpus), "--gpus {}: give 1 to 16", self.gpus);
         ensure!((1..=64).contains(&self.gpu_replicas), "--gpu-replicas {}: give 1 to 64", self.gpu_replicas);
         Ok(())
@@ -102,6 +106,14 @@ impl fmt::Display for Node {
     }
 }
 
+/// The simulated driver's configuration for a node. Devices of different nodes have different UUIDs.
+pub(crate) fn host_configuration(node: &str, spec: &Spec) -> serde_json::Value {
+    serde_json::json!({
+        "seed": node,
+        "devices": [{"count": spec.gpus, "memory": spec.gpu_memory}],
+    })
+}
+
 /// Network namespace of the control plane, the first node and the tests.
 pub const CLUSTER_NETWORK: &str = "highwater-e2e";
 
@@ -121,7 +133,10 @@ mod tests {
     #[test]
     fn nodes_have_disjoint_addresses() {
         let nodes: Vec<_> = Spec { nodes: 2, ..Spec::default() }.nodes().collect();
-        assert_eq!(nodes.iter().map(|n| n.pod_range()).collect::<Vec<_>>(), ["10.222.1.0/24", "10.222.2.0/24"]);
+        assert_eq!(
+            nodes.iter().map(|n| n.pod_range()).collect::<Vec<_>>(),
+            ["10.222.1.0/24", "10.222.2.0/24"]
+        );
         assert_eq!(nodes[1].network(), "highwater-e2e-n2");
     }
 }

@@ -5,7 +5,6 @@
 //! is away for long.
 
 use std::{
-    env,
     fs::{self, File, OpenOptions},
     io::{BufRead as _, BufReader, Write as _},
     os::unix::net::{UnixListener, UnixStream},
@@ -23,11 +22,15 @@ use crate::{
     control::{self, Component, ComponentStatus, Request, Response},
     namespace::{self, Place},
     node,
-    paths::{Paths, write},
+    paths::{self, Paths, write},
 };
 
-/// How long a component may take to end after SIGTERM.
-const GRACE: Duration = Duration::from_secs(10);
+/// How long a component may take to end after SIGTERM. The API server would take a minute for as
+/// long as somebody watches, and answer some meanwhile.
+const GRACE: Duration = Duration::from_secs(3);
+
+/// How long the kernel may take to start a process, or to end one after SIGKILL.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A run shorter than this counts as a failed start, and the next one waits longer.
 const SHORT_RUN: Duration = Duration::from_secs(10);
@@ -35,7 +38,7 @@ const SHORT_RUN: Duration = Duration::from_secs(10);
 /// Starts the supervisor in the background and waits until it answers.
 pub fn launch(paths: &Paths) -> Result<()> {
     let log = open_log(paths, "supervisor")?;
-    Command::new(env::current_exe()?)
+    Command::new(paths.program("cluster"))
         .arg("supervise")
         .current_dir("/")
         .stdin(Stdio::null())
@@ -62,7 +65,8 @@ pub fn serve(paths: &Paths) -> Result<()> {
     write(&paths.pid_file("supervisor"), own_pid.as_raw_nonzero().to_string())?;
     let socket = paths.control_socket();
     let _ = fs::remove_file(&socket);
-    let listener = UnixListener::bind(&socket).with_context(|| format!("listening at {}", socket.display()))?;
+    let listener =
+        UnixListener::bind(&socket).with_context(|| format!("listening at {}", socket.display()))?;
     let supervisor = Arc::new(Supervisor { paths: paths.clone(), components: Mutex::default() });
     for stream in listener.incoming() {
         let supervisor = Arc::clone(&supervisor);
@@ -125,7 +129,7 @@ impl Supervisor {
         thread::Builder::new()
             .name(supervised.component.name.clone())
             .spawn(move || supervisor.keep_running(&kept))?;
-        supervised.wait_until("start", GRACE, |run| run.pid.is_some() || run.last_end.is_some())
+        supervised.wait_until("start", PATIENCE, |run| run.pid.is_some() || run.last_end.is_some())
     }
 
     fn remove(&self, name: &str) -> Result<()> {
@@ -176,6 +180,8 @@ impl Supervisor {
             .env_clear()
             .env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
             .env("HOME", "/root")
+            .env(paths::STATE_VARIABLE, &self.paths.state)
+            .env(paths::DATA_VARIABLE, &self.paths.data)
             .envs(&component.environment)
             .current_dir("/")
             .stdin(Stdio::null())
@@ -246,7 +252,7 @@ impl Supervised {
         run.wanted = true;
         self.changed.notify_all();
         drop(run);
-        self.wait_until("start", GRACE, |run| run.pid.is_some())
+        self.wait_until("start", PATIENCE, |run| run.pid.is_some())
     }
 
     fn stop(&self) -> Result<()> {
@@ -255,14 +261,14 @@ impl Supervised {
         if matches!(self.component.place, Place::NewNode(_)) {
             return self.kill();
         }
-        self.end(Signal::TERM).or_else(|_| self.kill())
+        self.end(Signal::TERM, GRACE).or_else(|_| self.kill())
     }
 
     fn kill(&self) -> Result<()> {
-        self.end(Signal::KILL)
+        self.end(Signal::KILL, PATIENCE)
     }
 
-    fn end(&self, signal: Signal) -> Result<()> {
+    fn end(&self, signal: Signal, limit: Duration) -> Result<()> {
         let mut run = lock(&self.run);
         run.wanted = false;
         if let Some(pid) = run.pid {
@@ -273,7 +279,7 @@ impl Supervised {
         run.paused = false;
         self.changed.notify_all();
         drop(run);
-        self.wait_until("end", GRACE, |run| run.pid.is_none())
+        self.wait_until("end", limit, |run| run.pid.is_none())
     }
 
     fn pause(&self) -> Result<()> {
@@ -343,7 +349,9 @@ impl Supervised {
 
 fn open_log(paths: &Paths, name: &str) -> Result<File> {
     let path = paths.log(name);
-    write(&paths.state.join("logs").join(".keep"), "")?;
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder)?;
+    }
     OpenOptions::new()
         .create(true)
         .append(true)

@@ -1,0 +1,245 @@
+//! Building the parts: the Go components into a cache by content, the product with cargo.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    time::SystemTime,
+};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use sha2::{Digest as _, Sha256};
+
+use crate::{
+    command,
+    paths::{Paths, replace},
+};
+
+/// A Go module below e2e/components.
+struct Module {
+    name: &'static str,
+    package: &'static str,
+    flags: &'static str,
+    /// The names that its one binary is called by.
+    programs: &'static [&'static str],
+}
+
+const MODULES: &[Module] = &[
+    Module {
+        name: "kubernetes",
+        package: ".",
+        // Without a version the API server says v0.0.0, and clients complain.
+        flags: "-s -w -X k8s.io/component-base/version.gitVersion=v1.37.2 \
+                -X k8s.io/component-base/version.gitMajor=1 -X k8s.io/component-base/version.gitMinor=37",
+        programs: &[
+            "etcd",
+            "kube-apiserver",
+            "kube-controller-manager",
+            "kube-proxy",
+            "kube-scheduler",
+            "kubectl",
+            "kubelet",
+        ],
+    },
+    Module { name: "helm", package: "helm.sh/helm/v3/cmd/helm", flags: "-s -w", programs: &["helm"] },
+    Module { name: "kwok", package: "sigs.k8s.io/kwok/cmd/kwok", flags: "-s -w", programs: &["kwok"] },
+];
+
+/// A product of this workspace that the cluster runs: package, file in the target folder, and the
+/// name that it gets in the cluster.
+const PRODUCTS: &[(&str, &str, &str)] = &[
+    ("highwater-agent", "agent", "agent"),
+    ("highwater-operator", "operator", "operator"),
+    ("highwater-workloads", "workload", "workload"),
+    ("gpu-device-plugin", "gpu-device-plugin", "gpu-device-plugin"),
+    ("gpusim", "gpusim", "gpusim"),
+    ("gpusim-cuda", "libgpusim_cuda.so", "libcuda.so.1"),
+    ("gpusim-nvml", "libgpusim_nvml.so", "libnvidia-ml.so.1"),
+];
+
+/// How the product is built.
+#[derive(Args, Clone, Debug)]
+pub struct Build {
+    /// Cargo profile of the product's binaries: `release` where something is measured
+    #[arg(long, default_value = "dev", env = "HIGHWATER_E2E_PROFILE")]
+    pub profile: String,
+    /// Take the binaries as they lie in the target folder; what is not there is left out
+    #[arg(long)]
+    pub no_build: bool,
+}
+
+impl Default for Build {
+    fn default() -> Self {
+        Self { profile: "dev".into(), no_build: false }
+    }
+}
+
+/// Builds the Go components that the cache lacks; the binary of each.
+pub fn build_go(paths: &Paths) -> Result<Vec<PathBuf>> {
+    MODULES.iter().map(|module| ensure_module(paths, module)).collect()
+}
+
+/// Gives each program of the Go components its name in the cluster's folder of binaries.
+pub fn place_go(paths: &Paths, binaries: &[PathBuf]) -> Result<()> {
+    fs::create_dir_all(paths.bin())?;
+    for (module, binary) in MODULES.iter().zip(binaries) {
+        for program in module.programs {
+            let link = paths.program(program);
+            if fs::read_link(&link).is_ok_and(|target| target == *binary) {
+                continue;
+            }
+            let _ = fs::remove_file(&link);
+            std::os::unix::fs::symlink(binary, &link).with_context(|| format!("naming {program}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn ensure_module(paths: &Paths, module: &Module) -> Result<PathBuf> {
+    let source = paths.repository.join("e2e/components").join(module.name);
+    let key = key(&source, module.flags)?;
+    let folder = paths.cache.join(format!("{}-{key}", module.name));
+    let binary = folder.join(module.name);
+    if binary.exists() {
+        return Ok(binary);
+    }
+    tracing::info!("building {} (once; minutes where nothing of it is compiled yet)", module.name);
+    fs::create_dir_all(&paths.cache)?;
+    let building = tempfile::tempdir_in(&paths.cache)?;
+    command::run(
+        Command::new(go()?)
+            .args(["build", "-trimpath", "-ldflags", module.flags, "-o"])
+            .arg(building.path().join(module.name))
+            .arg(module.package)
+            .current_dir(&source)
+            .env("CGO_ENABLED", "0"),
+    )?;
+    // Somebody else may have built the same meanwhile; theirs is as good.
+    if let Err(error) = fs::rename(building.path(), &folder)
+        && !binary.exists()
+    {
+        return Err(error).with_context(|| format!("filling the cache at {}", folder.display()));
+    }
+    forget_old(&paths.cache, module.name);
+    Ok(binary)
+}
+
+/// Go from PATH, or from where its own archive is usually unpacked.
+fn go() -> Result<&'static str> {
+    ["go", "/usr/local/go/bin/go", "/usr/lib/go/bin/go"]
+        .into_iter()
+        .find(|go| Command::new(go).arg("version").output().is_ok_and(|output| output.status.success()))
+        .context("Go is missing: install Go 1.26 (https://go.dev/dl) and put it on the PATH")
+}
+
+/// Everything that decides what a module builds to.
+fn key(source: &Path, flags: &str) -> Result<String> {
+    let mut hash = Sha256::new();
+    hash.update(flags);
+    for file in ["go.mod", "go.sum", "main.go"] {
+        hash.update([0]);
+        match fs::read(source.join(file)) {
+            Ok(content) => hash.update(content),
+            // Modules that only name a tool have no main.go.
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound && file == "main.go" => {}
+            Err(error) => {
+                return Err(error).with_context(|| format!("reading {file} in {}", source.display()));
+            }
+        }
+    }
+    Ok(hex(&hash.finalize(), 16))
+}
+
+/// Keeps the newest three builds of a module: other checkouts may use them.
+fn forget_old(cache: &Path, module: &str) {
+    let Ok(entries) = fs::read_dir(cache) else { return };
+    let mut builds: Vec<(SystemTime, PathBuf)> = entries
+        .flatten()
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with(&format!("{module}-")))
+        .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path())))
+        .collect();
+    builds.sort();
+    builds.reverse();
+    for (_, old) in builds.into_iter().skip(3) {
+        let _ = fs::remove_dir_all(old);
+    }
+}
+
+/// Builds the product.
+pub fn build_products(paths: &Paths, build: &Build) -> Result<()> {
+    if build.no_build {
+        return Ok(());
+    }
+    tracing::info!("building the product ({})", build.profile);
+    let mut cargo = Command::new("cargo");
+    cargo.args(["build", "--quiet", "--profile", &build.profile]).current_dir(&paths.repository);
+    for (package, _, _) in PRODUCTS {
+        cargo.args(["--package", package]);
+    }
+    command::run(&mut cargo).context("building the product (--no-build takes what is there)")
+}
+
+/// Copies the product to the cluster's folder of binaries, as far as it has changed.
+pub fn place_products(paths: &Paths, build: &Build) -> Result<()> {
+    let target =
+        std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| paths.repository.join("target"), PathBuf::from);
+    let profile = if build.profile == "dev" { "debug" } else { &build.profile };
+    for (package, file, name) in PRODUCTS {
+        let artifact = target.join(profile).join(file);
+        if !artifact.exists() {
+            if build.no_build {
+                tracing::warn!("{package} is not built: going on without {name}");
+                continue;
+            }
+            bail!("{package} builds no {}", artifact.display());
+        }
+        place(&artifact, &paths.program(name))?;
+    }
+    Ok(())
+}
+
+/// Copies a file to where the cluster looks for it, unless the same is there.
+pub(crate) fn place(source: &Path, target: &Path) -> Result<()> {
+    let content = fs::read(source).with_context(|| format!("reading {}", source.display()))?;
+    if fs::read(target).is_ok_and(|placed| placed == content) {
+        return Ok(());
+    }
+    replace(source, target)
+}
+
+/// The first `digits` hexadecimal digits of a hash.
+pub(crate) fn hex(bytes: &[u8], digits: usize) -> String {
+    use std::fmt::Write as _;
+    let mut text = String::with_capacity(bytes.len() * 2);
+    for byte in bytes {
+        let _ = write!(text, "{byte:02x}");
+    }
+    text.truncate(digits);
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_key_follows_sources_and_flags() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("go.mod"), "module a").unwrap();
+        fs::write(dir.path().join("go.sum"), "").unwrap();
+        let first = key(dir.path(), "-s").unwrap();
+        assert_eq!(first.len(), 16);
+        assert_eq!(first, key(dir.path(), "-s").unwrap());
+        assert_ne!(first, key(dir.path(), "-w").unwrap());
+        fs::write(dir.path().join("main.go"), "package main").unwrap();
+        assert_ne!(first, key(dir.path(), "-s").unwrap());
+    }
+
+    #[test]
+    fn a_module_without_sums_is_an_error_that_names_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("go.mod"), "module a").unwrap();
+        assert!(key(dir.path(), "").unwrap_err().to_string().contains("go.sum"));
+    }
+}
