@@ -6,6 +6,8 @@
 
 // The KubeSchema derive repeats each type inside a function, where `pub` reaches nobody.
 #![allow(unreachable_pub)]
+// Several `printcolumn` attributes stand on one type, as they must.
+#![allow(clippy::duplicated_attributes)]
 
 pub mod names;
 mod size;

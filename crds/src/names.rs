@@ -18,6 +18,9 @@ pub const POD_LIMIT: &str = "highwater.dev/limit";
 /// count towards a device's level. At most the pod's limit.
 pub const POD_DECLARED: &str = "highwater.dev/declared";
 
+/// Incident annotation (an RFC 3339 time): the operator asks for an observation made after it.
+pub const OBSERVE: &str = "highwater.dev/observe";
+
 /// Key of the node taint that `Freeze` sets (effect `NoSchedule`; the value is the level).
 pub const PRESSURE_TAINT: &str = "highwater.dev/memory-pressure";
 

@@ -46,6 +46,19 @@ impl ByteSize {
     pub const fn bytes(self) -> u64 {
         self.0
     }
+
+    /// For people: one decimal of the largest unit that fits, such as `14.2 GiB`.
+    pub fn rounded(self) -> String {
+        const UNITS: [(u32, &str); 4] = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
+        for (shift, unit) in UNITS {
+            let whole = self.0 >> shift;
+            if whole > 0 {
+                let tenths = ((u128::from(self.0) * 10) >> shift) % 10;
+                return format!("{whole}.{tenths} {unit}");
+            }
+        }
+        format!("{} B", self.0)
+    }
 }
 
 /// The largest size a quantity may name (2^63 - 1 bytes).
@@ -190,8 +203,8 @@ impl JsonSchema for ByteSize {
             "x-kubernetes-int-or-string": true,
             "maxLength": 32,
             "x-kubernetes-validations": [{
-                "rule": "isQuantity(string(self)) && quantity(string(self)).isGreaterThan(quantity('0'))",
-                "message": "must be a quantity greater than 0, such as 512Mi or 8Gi",
+                "rule": "isQuantity(string(self)) && quantity(string(self)).isGreaterThan(quantity('0')) && quantity(string(self)).isLessThan(quantity('1Ei'))",
+                "message": "must be a quantity greater than 0 and below 1Ei, such as 512Mi or 8Gi",
             }],
         })
     }

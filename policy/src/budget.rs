@@ -1,1 +1,486 @@
-//! Placeholder.
+//! How many acts there may be: tokens that are reserved before an act and never given back.
+//!
+//! The ledger of tokens is one small object, changed by compare-and-swap. A token belongs to one
+//! incident and one pod: asking for it again, after a crash or by another leader, finds it and
+//! spends nothing.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use highwater_crds::{Budget, RateScope};
+use jiff::{SignedDuration, Timestamp};
+use serde::{Deserialize, Serialize};
+
+use crate::resolve::Policy;
+
+/// Format of the stored ledger.
+const VERSION: u32 = 1;
+/// Most tokens that are stored, so that the object stays well below 1 MiB. A full ledger refuses.
+const CAPACITY: usize = 3000;
+/// A token as young as this counts as a pod that is down, whatever the pod's state: the news of
+/// an act takes this long at most to come back as the state of its pods.
+const SETTLING: SignedDuration = SignedDuration::from_secs(10);
+/// Fewer condemned devices than this never halt the fleet: in a small fleet one device is already
+/// a large share of it.
+pub const HALT_AT_LEAST: usize = 3;
+
+/// The reserved tokens.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TokenLedger {
+    version: u32,
+    tokens: BTreeMap<String, Token>,
+}
+
+impl Default for TokenLedger {
+    fn default() -> Self {
+        Self { version: VERSION, tokens: BTreeMap::new() }
+    }
+}
+
+/// The right to one act, spent when it was reserved.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Token {
+    /// When it was reserved.
+    pub at: Timestamp,
+    /// The policy that asked for the act.
+    pub policy: String,
+    /// Top owner of the pod, as `Kind/name`.
+    pub workload: String,
+    /// Namespace of the pod.
+    pub namespace: String,
+    /// The node.
+    pub node: String,
+    /// UID of the pod.
+    pub pod: String,
+}
+
+/// Why a stored ledger cannot be used. Nothing is done without it, since that might spend a
+/// budget twice.
+#[derive(Debug, thiserror::Error)]
+pub enum LedgerError {
+    /// It is not JSON of the expected shape.
+    #[error(
+        "the token ledger cannot be read ({0}): repair or delete the ConfigMap; deleting it forgets past acts"
+    )]
+    Malformed(#[from] serde_json::Error),
+    /// A later version wrote it.
+    #[error("the token ledger has format {0}, which a later version wrote: go back to that version")]
+    Later(u32),
+}
+
+impl TokenLedger {
+    /// Reads a stored ledger.
+    pub fn parse(text: &str) -> Result<Self, LedgerError> {
+        let ledger: Self = serde_json::from_str(text)?;
+        if ledger.version > VERSION { Err(LedgerError::Later(ledger.version)) } else { Ok(ledger) }
+    }
+
+    /// The text to store.
+    pub fn to_text(&self) -> Result<String, LedgerError> {
+        Ok(serde_json::to_string(self)?)
+    }
+
+    /// Number of tokens.
+    pub fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Whether there is no token.
+    pub fn is_empty(&self) -> bool {
+        self.tokens.is_empty()
+    }
+
+    /// Whether this act has its token.
+    pub fn holds(&self, key: &str) -> bool {
+        self.tokens.contains_key(key)
+    }
+
+    /// The tokens.
+    pub fn tokens(&self) -> impl Iterator<Item = &Token> {
+        self.tokens.values()
+    }
+}
+
+/// The key of the token for an act on a pod by an incident.
+pub fn key(incident_uid: &str, pod_uid: &str) -> String {
+    format!("{incident_uid}/{pod_uid}")
+}
+
+/// What the budgets of several policies come to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// Most pods of a workload that may be down, and the policy that says so.
+    max_unavailable: Option<(i32, String)>,
+    /// The share of devices at which the fleet halts, in percent, and the policy that says so.
+    halt: Option<(i32, String)>,
+    rates: Vec<RateLimit>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct RateLimit {
+    policy: String,
+    scope: RateScope,
+    most: usize,
+    minutes: i32,
+}
+
+impl Limits {
+    /// The strictest of the budgets of the policies that bind an act.
+    pub fn strictest<'a>(policies: impl IntoIterator<Item = &'a Policy>) -> Self {
+        let mut limits = Self::default();
+        for policy in policies {
+            if let Some(budget) = policy.spec.remediation.as_ref().and_then(|r| r.budget.as_ref()) {
+                limits.add(&policy.name, budget);
+            }
+        }
+        limits
+    }
+
+    fn add(&mut self, policy: &str, budget: &Budget) {
+        let stricter = |known: &mut Option<(i32, String)>, value: i32| {
+            if known.as_ref().is_none_or(|(least, _)| value < *least) {
+                *known = Some((value, policy.to_owned()));
+            }
+        };
+        stricter(&mut self.max_unavailable, budget.max_unavailable);
+        stricter(&mut self.halt, budget.halt_at_condemned_percent);
+        self.rates.extend(budget.rates.iter().map(|rate| RateLimit {
+            policy: policy.to_owned(),
+            scope: rate.scope,
+            most: usize::try_from(rate.max_actions).unwrap_or(0),
+            minutes: rate.window_minutes,
+        }));
+    }
+
+    /// Why the whole fleet stands still, if it does: so many devices at once have somebody to be
+    /// restarted that the measurement is more likely wrong than the pods.
+    pub fn fleet_halt(&self, condemned: usize, devices: usize) -> Option<String> {
+        let (percent, policy) = self.halt.as_ref()?;
+        let share = usize::try_from(*percent).unwrap_or(0);
+        let halted =
+            condemned >= HALT_AT_LEAST && condemned.saturating_mul(100) > devices.saturating_mul(share);
+        halted.then(|| {
+            format!("{condemned} of {devices} devices have a pod to be restarted at once, more than haltAtCondemnedPercent {percent} of policy {policy}: that looks like a fault of measurement")
+        })
+    }
+}
+
+/// A request for a token.
+#[derive(Clone, Debug)]
+pub struct Request<'a> {
+    /// See [`key`].
+    pub key: &'a str,
+    /// The token as it would be stored; its time is that of the request.
+    pub token: Token,
+    /// UIDs of the workload's pods that are not ready or have an act in flight.
+    pub unavailable: &'a BTreeSet<String>,
+    /// The longest window of any policy in minutes; older tokens are forgotten.
+    pub longest_window_minutes: i32,
+}
+
+/// The answer to a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// The act may go on. `ledger` is to be stored first; None where the token was there already.
+    Reserved {
+        /// The ledger with the token.
+        ledger: Option<TokenLedger>,
+        /// What each budget said.
+        said: Vec<String>,
+    },
+    /// Not now.
+    Refused {
+        /// What each budget said, refusals first.
+        said: Vec<String>,
+        /// When a token comes free, where that is a matter of time.
+        retry_at: Option<Timestamp>,
+    },
+}
+
+/// Reserves a token, if every limit allows it.
+pub fn reserve(ledger: &TokenLedger, limits: &Limits, request: &Request<'_>) -> Answer {
+    if ledger.holds(request.key) {
+        return Answer::Reserved { ledger: None, said: vec!["the token was reserved before".to_owned()] };
+    }
+    let now = request.token.at;
+    let mut said: Vec<Said> = Vec::new();
+    if let Some((most, policy)) = &limits.max_unavailable {
+        said.push(unavailable(ledger, request, *most, policy));
+    }
+    said.extend(
+        limits
+            .rates
+            .iter()
+            .filter(|rate| rate.scope != RateScope::Policy || rate.policy == request.token.policy)
+            .map(|rate| rate.check(ledger, &request.token)),
+    );
+    let mut next = ledger.clone();
+    let window = SignedDuration::from_mins(request.longest_window_minutes.into());
+    next.tokens.retain(|_, token| now.duration_since(token.at) <= window.max(SETTLING));
+    if next.len() >= CAPACITY {
+        said.push(Said {
+            refused: true,
+            until: None,
+            text: format!("the ledger is full with {CAPACITY} tokens"),
+        });
+    }
+
+    if said.iter().any(|s| s.refused) {
+        // The last of the refusals to end decides; one that no time ends leaves it open.
+        let refusals: Vec<_> = said.iter().filter(|s| s.refused).map(|s| s.until).collect();
+        let retry_at = refusals.iter().copied().collect::<Option<Vec<_>>>().and_then(|r| r.into_iter().max());
+        said.sort_by_key(|s| !s.refused);
+        return Answer::Refused { said: texts(&said), retry_at };
+    }
+    next.version = VERSION;
+    next.tokens.insert(request.key.to_owned(), request.token.clone());
+    Answer::Reserved { ledger: Some(next), said: texts(&said) }
+}
+
+struct Said {
+    refused: bool,
+    until: Option<Timestamp>,
+    text: String,
+}
+
+fn texts(said: &[Said]) -> Vec<String> {
+    // The incident's schema takes 16 lines of 256 characters.
+    said.iter().take(16).map(|s| s.text.chars().take(256).collect()).collect()
+}
+
+fn unavailable(ledger: &TokenLedger, request: &Request<'_>, most: i32, policy: &str) -> Said {
+    let own = &request.token;
+    let mut down: BTreeSet<&str> = request.unavailable.iter().map(String::as_str).collect();
+    down.extend(
+        ledger
+            .tokens()
+            .filter(|t| (&t.namespace, &t.workload) == (&own.namespace, &own.workload))
+            .filter(|t| own.at.duration_since(t.at) < SETTLING)
+            .map(|t| t.pod.as_str()),
+    );
+    down.remove(own.pod.as_str());
+    let with_victim = down.len() + 1;
+    let refused = with_victim > usize::try_from(most).unwrap_or(0);
+    let verdict = if refused { "refused" } else { "allowed" };
+    Said {
+        refused,
+        until: None,
+        text: format!("maxUnavailable {most} (policy {policy}): {with_victim} with this pod: {verdict}"),
+    }
+}
+
+impl RateLimit {
+    fn check(&self, ledger: &TokenLedger, own: &Token) -> Said {
+        let window = SignedDuration::from_mins(self.minutes.into());
+        let mut spent: Vec<Timestamp> = ledger
+            .tokens()
+            .filter(|t| self.scope.covers(t, own))
+            .map(|t| t.at)
+            .filter(|at| own.at.duration_since(*at) < window)
+            .collect();
+        spent.sort_unstable();
+        let refused = spent.len() >= self.most;
+        // One comes free when so many have left the window that fewer than `most` are in it.
+        let leaves = spent.len().checked_sub(self.most).and_then(|i| spent.get(i)).filter(|_| self.most > 0);
+        Said {
+            refused,
+            until: leaves.and_then(|at| at.checked_add(window).ok()).filter(|_| refused),
+            text: format!(
+                "rate {:?} {} in {} min (policy {}): {} spent: {}",
+                self.scope,
+                self.most,
+                self.minutes,
+                self.policy,
+                spent.len(),
+                if refused { "refused" } else { "allowed" }
+            ),
+        }
+    }
+}
+
+/// Whether a past token counts against the one that is asked for.
+trait Covers {
+    fn covers(self, past: &Token, own: &Token) -> bool;
+}
+
+impl Covers for RateScope {
+    fn covers(self, past: &Token, own: &Token) -> bool {
+        match self {
+            Self::Policy => past.policy == own.policy,
+            Self::Workload => (&past.namespace, &past.workload) == (&own.namespace, &own.workload),
+            Self::Node => past.node == own.node,
+            Self::Namespace => past.namespace == own.namespace,
+            Self::Fleet => true,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use highwater_crds::Rate;
+    use proptest::{collection::vec, prelude::*};
+
+    use super::*;
+
+    fn at(second: i64) -> Timestamp {
+        Timestamp::from_second(second).unwrap()
+    }
+
+    fn token(pod: &str, second: i64) -> Token {
+        Token {
+            at: at(second),
+            policy: "p".into(),
+            workload: "Deployment/w".into(),
+            namespace: "team".into(),
+            node: "n1".into(),
+            pod: pod.into(),
+        }
+    }
+
+    fn limits(max_unavailable: i32, rates: &[(RateScope, i32)]) -> Limits {
+        let mut limits = Limits::default();
+        let rates = rates
+            .iter()
+            .map(|(scope, most)| Rate { scope: *scope, max_actions: *most, window_minutes: 60 })
+            .collect();
+        limits.add("p", &Budget { max_unavailable, halt_at_condemned_percent: 20, rates });
+        limits
+    }
+
+    fn ask(ledger: &TokenLedger, limits: &Limits, pod: &str, second: i64) -> Answer {
+        let (key, unavailable) = (key("i", pod), BTreeSet::new());
+        let request = Request {
+            key: &key,
+            token: token(pod, second),
+            unavailable: &unavailable,
+            longest_window_minutes: 60,
+        };
+        reserve(ledger, limits, &request)
+    }
+
+    fn granted(answer: Answer) -> TokenLedger {
+        match answer {
+            Answer::Reserved { ledger: Some(ledger), .. } => ledger,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_rate_refuses_until_a_token_leaves_the_window() {
+        let limits = limits(9, &[(RateScope::Workload, 1)]);
+        let ledger = granted(ask(&TokenLedger::default(), &limits, "a", 0));
+        let Answer::Refused { said, retry_at } = ask(&ledger, &limits, "b", 100) else { panic!() };
+        assert_eq!(retry_at, Some(at(3600)));
+        assert!(said[0].contains("rate Workload 1 in 60 min (policy p): 1 spent: refused"), "{said:?}");
+        granted(ask(&ledger, &limits, "b", 3600));
+    }
+
+    #[test]
+    fn asking_again_finds_the_token_even_when_nothing_is_left() {
+        let limits = limits(1, &[(RateScope::Fleet, 1)]);
+        let ledger = granted(ask(&TokenLedger::default(), &limits, "a", 0));
+        assert!(matches!(ask(&ledger, &limits, "a", 5), Answer::Reserved { ledger: None, .. }));
+    }
+
+    #[test]
+    fn another_policys_rate_a_policy_does_not_count_acts_of_this_one() {
+        let mut limits = limits(9, &[(RateScope::Policy, 5)]);
+        let none = Rate { scope: RateScope::Policy, max_actions: 0, window_minutes: 60 };
+        limits.add("q", &Budget { max_unavailable: 9, halt_at_condemned_percent: 20, rates: vec![none] });
+        granted(ask(&TokenLedger::default(), &limits, "a", 0));
+    }
+
+    #[test]
+    fn the_strictest_max_unavailable_holds_and_counts_unready_pods_and_fresh_tokens() {
+        let mut limits = limits(2, &[]);
+        limits.add("strict", &Budget { max_unavailable: 1, halt_at_condemned_percent: 9, rates: vec![] });
+        let ledger = granted(ask(&TokenLedger::default(), &limits, "a", 0));
+        let Answer::Refused { said, retry_at: None } = ask(&ledger, &limits, "b", 5) else { panic!() };
+        assert!(said[0].contains("maxUnavailable 1 (policy strict): 2 with this pod"), "{said:?}");
+        granted(ask(&ledger, &limits, "b", 11));
+
+        let down = BTreeSet::from(["other".to_owned()]);
+        let request =
+            Request { key: "k", token: token("b", 11), unavailable: &down, longest_window_minutes: 60 };
+        assert!(matches!(reserve(&TokenLedger::default(), &limits, &request), Answer::Refused { .. }));
+        let own = BTreeSet::from(["b".to_owned()]);
+        let request = Request { unavailable: &own, ..request };
+        assert!(matches!(reserve(&TokenLedger::default(), &limits, &request), Answer::Reserved { .. }));
+    }
+
+    #[test]
+    fn a_rate_of_zero_never_lets_through() {
+        let answer = ask(&TokenLedger::default(), &limits(9, &[(RateScope::Node, 0)]), "a", 0);
+        assert!(matches!(answer, Answer::Refused { retry_at: None, .. }));
+    }
+
+    #[test]
+    fn old_tokens_are_forgotten_and_a_full_ledger_refuses() {
+        let limits = limits(i32::MAX, &[]);
+        let mut ledger = TokenLedger::default();
+        for i in 0..CAPACITY {
+            ledger.tokens.insert(format!("k{i}"), token(&i.to_string(), 0));
+        }
+        assert!(matches!(ask(&ledger, &limits, "a", 60), Answer::Refused { .. }));
+        assert_eq!(granted(ask(&ledger, &limits, "a", 3601)).len(), 1);
+        assert!(ledger.to_text().unwrap().len() < 1 << 20);
+    }
+
+    #[test]
+    fn the_fleet_halts_above_the_share_but_not_for_one_or_two_devices() {
+        let limits = limits(1, &[]);
+        assert_eq!(limits.fleet_halt(2, 2), None);
+        assert_eq!(limits.fleet_halt(3, 15), None);
+        assert!(limits.fleet_halt(4, 15).unwrap().contains("haltAtCondemnedPercent 20"));
+    }
+
+    #[test]
+    fn a_ledger_that_cannot_be_read_is_an_error_not_an_empty_one() {
+        assert!(TokenLedger::parse("{}").is_err());
+        assert!(matches!(TokenLedger::parse(r#"{"version": 9, "tokens": {}}"#), Err(LedgerError::Later(9))));
+        let ledger = granted(ask(&TokenLedger::default(), &limits(1, &[]), "a", 0));
+        assert_eq!(TokenLedger::parse(&ledger.to_text().unwrap()).unwrap(), ledger);
+    }
+
+    proptest! {
+        /// Whatever two leaders ask, in whatever order, with crashes between reading and storing,
+        /// no window ever holds more tokens than its rate allows, and no act has two.
+        #[test]
+        fn no_sequence_of_events_spends_a_budget_twice(
+            steps in vec((0..2usize, 0..6usize, 0..3usize, 0..900i64), 1..80),
+            most in 1..4i32,
+        ) {
+            let limits = limits(i32::MAX, &[(RateScope::Workload, most)]);
+            let (mut stored, mut version, mut now) = (TokenLedger::default(), 0u64, 0i64);
+            // What each leader has read but not yet stored: (version, ledger to store).
+            let mut pending: [Option<(u64, TokenLedger)>; 2] = [None, None];
+            let mut granted: Vec<(String, i64)> = Vec::new();
+            for (leader, pod, event, wait) in steps {
+                now += wait;
+                match event {
+                    0 => pending[leader] = None, // crash
+                    1 => {
+                        let pod = format!("pod{pod}");
+                        if let Answer::Reserved { ledger: Some(next), .. } = ask(&stored, &limits, &pod, now) {
+                            pending[leader] = Some((version, next));
+                        }
+                    }
+                    _ => if let Some((read, next)) = pending[leader].take() && read == version {
+                        for (key, token) in &next.tokens {
+                            if !stored.tokens.contains_key(key) {
+                                granted.push((key.clone(), token.at.as_second()));
+                            }
+                        }
+                        (stored, version) = (next, version + 1);
+                    }
+                }
+            }
+            for (_, start) in &granted {
+                let in_window = granted.iter().filter(|(_, t)| (0..3600).contains(&(t - start))).count();
+                prop_assert!(in_window <= usize::try_from(most).unwrap());
+            }
+            for (i, (key, t)) in granted.iter().enumerate() {
+                prop_assert!(!granted.iter().take(i).any(|(k, u)| k == key && (t - u).abs() <= 3600));
+            }
+        }
+    }
+}

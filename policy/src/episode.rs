@@ -1,1 +1,305 @@
-//! Placeholder.
+//! Episodes and their incidents: one name an episode, taken up again after a restart, and
+//! observed no more often than somebody waits for it.
+
+use std::sync::Arc;
+
+use highwater_crds::{
+    Decision, DecisionState, GpuMemoryIncident, GpuMemoryIncidentSpec, IncidentKind, Mode, Observation,
+    ObservationState, names,
+};
+use jiff::Timestamp;
+use kube::ResourceExt;
+use sha2::{Digest, Sha256};
+
+/// The most incidents that a node keeps open at once.
+pub const MAX_OPEN: usize = 32;
+
+/// How often an observation is renewed while an act is being decided or verified, in
+/// milliseconds.
+pub const RENEW_MILLISECONDS: i64 = 2000;
+
+/// Reason of a decision that waits for a fresh observation.
+pub const AWAITING_OBSERVATION: &str = "AwaitingObservation";
+
+/// What an episode is about. Of one key at most one episode runs at a time.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Key {
+    /// UID of the pod; `None` where no pod is to blame.
+    pub subject: Option<Arc<str>>,
+    /// UUID of the device.
+    pub device: Arc<str>,
+    /// What happened.
+    pub kind: IncidentKind,
+    /// Mode of the policies that ask for an act.
+    pub mode: Mode,
+}
+
+impl Key {
+    /// What an incident is about.
+    pub fn of(spec: &GpuMemoryIncidentSpec) -> Self {
+        Self {
+            subject: spec.subject.as_ref().map(|s| s.uid.as_str().into()),
+            device: spec.device.as_str().into(),
+            kind: spec.kind,
+            mode: spec.mode,
+        }
+    }
+
+    /// Name of the incident of an episode: the pod's name, so that people find it, and a hash
+    /// that makes it unique and the same after a restart.
+    pub fn incident_name(&self, pod_name: Option<&str>, episode: i64) -> String {
+        let subject = self.subject.as_deref().unwrap_or("none");
+        let text = format!("{subject}/{}/{:?}/{:?}/{episode}", self.device, self.kind, self.mode);
+        let hash = Sha256::digest(text.as_bytes())
+            .iter()
+            .take(6)
+            .fold(0u64, |hash, byte| hash << 8 | u64::from(*byte));
+        let head: String = pod_name.unwrap_or("device").chars().take(50).collect();
+        format!("{}-{hash:012x}", head.trim_end_matches(['-', '.']))
+    }
+}
+
+/// How an episode begins, given the incidents that are there.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Beginning<'a> {
+    /// It is the episode of this incident, which ran on while nobody looked.
+    Resumed(&'a GpuMemoryIncident),
+    /// It is a new one, with this number.
+    New(i64),
+}
+
+/// Whether a key's present episode is one that has an incident already. An incident whose
+/// subject was never seen to recover is of the same episode, whatever was decided about it.
+pub fn begin<'a>(key: &Key, incidents: impl IntoIterator<Item = &'a GpuMemoryIncident>) -> Beginning<'a> {
+    let latest = incidents
+        .into_iter()
+        .filter(|incident| Key::of(&incident.spec) == *key)
+        .max_by_key(|incident| incident.spec.episode);
+    match latest {
+        Some(incident) if !has_ended(incident) => Beginning::Resumed(incident),
+        Some(incident) => Beginning::New(incident.spec.episode.saturating_add(1)),
+        None => Beginning::New(1),
+    }
+}
+
+/// Whether the agent has seen the end of an incident's episode.
+pub fn has_ended(incident: &GpuMemoryIncident) -> bool {
+    let observation = incident.status.as_ref().and_then(|s| s.observation.as_ref());
+    observation.is_some_and(|o| is_end(o.state))
+}
+
+fn is_end(state: ObservationState) -> bool {
+    matches!(state, ObservationState::Recovered | ObservationState::Gone)
+}
+
+/// Whether nothing more will be decided about an incident.
+pub fn is_closed(incident: &GpuMemoryIncident) -> bool {
+    decision(incident).is_some_and(|d| d.state.is_final())
+}
+
+fn decision(incident: &GpuMemoryIncident) -> Option<&Decision> {
+    incident.status.as_ref().and_then(|s| s.decision.as_ref())
+}
+
+/// Whether an act is being decided or verified, so that a fresh observation is waited for.
+fn is_urgent(decision: Option<&Decision>) -> bool {
+    decision.is_none_or(|decision| match decision.state {
+        DecisionState::Approved | DecisionState::Verifying => true,
+        DecisionState::Proposed => decision.reason == AWAITING_OBSERVATION,
+        _ => false,
+    })
+}
+
+/// The state to write into an incident's observation, if one is to be written: it differs from
+/// the last one, or the operator waits for a newer one. `last` is what was written last by this
+/// agent or stands in the incident, whichever is newer.
+///
+/// The end of an episode is not taken back: what comes after is the next episode. It is written
+/// for a closed incident as well, so that the next is known for another.
+pub fn observation_due(
+    incident: &GpuMemoryIncident,
+    last: Option<&Observation>,
+    seen: ObservationState,
+    now: Timestamp,
+) -> Option<ObservationState> {
+    let (last_state, last_at) =
+        last.map_or((ObservationState::Over, incident.spec.evidence.at.0), |o| (o.state, o.at.0));
+    if is_closed(incident) {
+        return (!is_end(last_state) && is_end(seen)).then_some(seen);
+    }
+    let annotation =
+        incident.annotations().get(names::OBSERVE).and_then(|text| text.parse::<Timestamp>().ok());
+    let evicted = decision(incident).and_then(|d| d.evicted_at.as_ref()).map(|at| at.0);
+    let asked = annotation.into_iter().chain(evicted).any(|asked| asked > last_at);
+    if is_end(last_state) {
+        return asked.then_some(last_state);
+    }
+    let old = now.duration_since(last_at).as_millis() >= i128::from(RENEW_MILLISECONDS);
+    let due = seen != last_state || asked || (old && is_urgent(decision(incident)));
+    due.then_some(seen)
+}
+
+#[cfg(test)]
+mod tests {
+    use highwater_crds::{ActionType, Evidence, GpuMemoryIncidentStatus, Proposal, Subject};
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+
+    use super::*;
+
+    fn at(second: i64) -> Timestamp {
+        Timestamp::from_second(second).unwrap()
+    }
+
+    fn incident(episode: i64) -> GpuMemoryIncident {
+        GpuMemoryIncident::new(
+            "i",
+            GpuMemoryIncidentSpec {
+                kind: IncidentKind::QuotaBreach,
+                mode: Mode::Enforce,
+                policy: "serving".into(),
+                node: "n1".into(),
+                device: "GPU-1".into(),
+                episode,
+                subject: Some(Subject { namespace: "team".into(), name: "p".into(), uid: "u".into() }),
+                evidence: Evidence {
+                    at: MicroTime(at(100)),
+                    level: None,
+                    level_percent: None,
+                    trip_percent: None,
+                    device_total_bytes: None,
+                    device_free_bytes: None,
+                    used_bytes: None,
+                    limit_bytes: None,
+                    due_bytes: None,
+                    quota_rule: None,
+                    neighbour_bytes: Vec::new(),
+                    foreign_bytes: None,
+                    unexplained_bytes: None,
+                    strength: None,
+                    explanation: String::new(),
+                },
+                proposed: Proposal {
+                    action: ActionType::Restart,
+                    grace_period_seconds: None,
+                    frees_bytes: None,
+                },
+            },
+        )
+    }
+
+    fn observed(state: ObservationState, second: i64) -> Observation {
+        Observation { state, bytes: None, at: MicroTime(at(second)) }
+    }
+
+    fn with(
+        mut incident: GpuMemoryIncident,
+        decision: Option<(DecisionState, &str)>,
+        observation: Option<Observation>,
+    ) -> GpuMemoryIncident {
+        incident.status = Some(GpuMemoryIncidentStatus {
+            observation,
+            decision: decision.map(|(state, reason)| Decision {
+                state,
+                reason: reason.into(),
+                message: String::new(),
+                since: MicroTime(at(0)),
+                workload: None,
+                budgets: Vec::new(),
+                evicted_at: None,
+            }),
+        });
+        incident
+    }
+
+    #[test]
+    fn names_are_stable_differ_by_episode_and_fit() {
+        let key = Key::of(&incident(1).spec);
+        let long = "a".repeat(49) + "-b";
+        assert_eq!(key.incident_name(Some("p"), 1), key.incident_name(Some("p"), 1));
+        assert_ne!(key.incident_name(Some("p"), 1), key.incident_name(Some("p"), 2));
+        assert_eq!(key.incident_name(Some(&long), 1).len(), 49 + 13);
+        assert!(key.incident_name(None, 1).starts_with("device-"));
+    }
+
+    #[test]
+    fn an_episode_that_ran_on_is_taken_up_and_one_that_ended_is_followed_by_the_next() {
+        let key = Key::of(&incident(1).spec);
+        assert_eq!(begin(&key, []), Beginning::New(1));
+        let open = [incident(1), incident(2)];
+        assert_eq!(begin(&key, &open), Beginning::Resumed(&open[1]));
+        let closed = [with(incident(3), Some((DecisionState::Failed, "EvictionRefused")), None)];
+        assert!(matches!(begin(&key, &closed), Beginning::Resumed(_)));
+        let ended = [with(incident(3), None, Some(observed(ObservationState::Recovered, 9)))];
+        assert_eq!(begin(&key, &ended), Beginning::New(4));
+        let other = Key { mode: Mode::DryRun, ..key };
+        assert_eq!(begin(&other, &ended), Beginning::New(1));
+    }
+
+    #[test]
+    fn an_observation_is_renewed_every_2_s_while_an_act_is_decided_or_verified() {
+        use DecisionState::{Approved, Proposed, Suppressed, Verifying};
+        use ObservationState::Over;
+        let last = observed(Over, 110);
+        for (decision, renewed) in [
+            (None, true),
+            (Some((Approved, "x")), true),
+            (Some((Verifying, "x")), true),
+            (Some((Proposed, AWAITING_OBSERVATION)), true),
+            (Some((Proposed, "BudgetExhausted")), false),
+            (Some((Suppressed, "DryRun")), false),
+        ] {
+            let incident = with(incident(1), decision, None);
+            assert_eq!(
+                observation_due(&incident, Some(&last), Over, at(112)).is_some(),
+                renewed,
+                "{decision:?}"
+            );
+            assert_eq!(observation_due(&incident, Some(&last), Over, at(111)), None);
+        }
+    }
+
+    #[test]
+    fn a_waiting_incident_is_observed_on_change_and_when_asked() {
+        use ObservationState::{Over, Recovered};
+        let mut waiting = with(incident(1), Some((DecisionState::Proposed, "Paused")), None);
+        let last = observed(Over, 110);
+        assert_eq!(observation_due(&waiting, Some(&last), Recovered, at(110)), Some(Recovered));
+        waiting.annotations_mut().insert(names::OBSERVE.into(), at(150).to_string());
+        assert_eq!(observation_due(&waiting, Some(&last), Over, at(151)), Some(Over));
+        let answered = observed(Over, 151);
+        assert_eq!(observation_due(&waiting, Some(&answered), Over, at(999)), None);
+    }
+
+    #[test]
+    fn of_a_closed_incident_only_the_end_is_written_and_once() {
+        use ObservationState::{Gone, Over, Recovered, Unknown};
+        let closed = with(incident(1), Some((DecisionState::Suppressed, "DryRun")), None);
+        for (last, seen, due) in [
+            (None, Over, None),
+            (None, Unknown, None),
+            (None, Recovered, Some(Recovered)),
+            (Some(observed(Recovered, 110)), Gone, None),
+        ] {
+            assert_eq!(observation_due(&closed, last.as_ref(), seen, at(999)), due);
+        }
+    }
+
+    #[test]
+    fn an_end_is_not_taken_back_but_said_again_after_an_eviction() {
+        use ObservationState::{Gone, Over};
+        let mut incident = with(incident(1), Some((DecisionState::Verifying, "Evicted")), None);
+        let end = observed(Gone, 110);
+        assert_eq!(observation_due(&incident, Some(&end), Over, at(999)), None);
+        let decision = incident.status.as_mut().and_then(|status| status.decision.as_mut()).unwrap();
+        decision.evicted_at = Some(MicroTime(at(111)));
+        assert_eq!(observation_due(&incident, Some(&end), Over, at(112)), Some(Gone));
+        assert_eq!(observation_due(&incident, Some(&observed(Gone, 112)), Over, at(999)), None);
+    }
+
+    #[test]
+    fn the_evidence_counts_as_the_first_observation() {
+        let state = ObservationState::Over;
+        assert_eq!(observation_due(&incident(1), None, state, at(101)), None);
+        assert_eq!(observation_due(&incident(1), None, state, at(102)), Some(state));
+    }
+}

@@ -1,1 +1,332 @@
-//! Placeholder.
+//! What Highwater needs to know about a pod, and whether a rule or an act may concern it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use highwater_crds::{ByteSize, names};
+use k8s_openapi::{
+    api::core::v1::{Namespace, Pod},
+    apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta},
+};
+use kube::core::{Selector, SelectorExt};
+
+/// Label values by label key.
+pub type Labels = BTreeMap<String, String>;
+
+/// Priority from which on a pod belongs to the system.
+const SYSTEM_PRIORITY: i32 = 2_000_000_000;
+/// Annotation that the kubelet puts on the API's copy of a static pod.
+const MIRROR: &str = "kubernetes.io/config.mirror";
+
+/// The facts of one pod.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[allow(clippy::struct_excessive_bools)] // independent facts
+pub struct PodFacts {
+    /// Namespace.
+    pub namespace: String,
+    /// Name.
+    pub name: String,
+    /// UID: a later pod of the same name has another.
+    pub uid: String,
+    /// Labels.
+    pub labels: Labels,
+    /// The owner that controls it.
+    pub owner: Option<Owner>,
+    /// Priority; 0 where none is set.
+    pub priority: i32,
+    /// Belongs to the system by its priority or priority class.
+    pub system_priority: bool,
+    /// A static pod's copy in the API. The kubelet knows it by another UID: see
+    /// [`Self::static_uid`].
+    pub mirror: bool,
+    /// The UID that the kubelet uses for a static pod, in its directories and cgroups.
+    pub static_uid: Option<String>,
+    /// Asked to end.
+    pub terminating: bool,
+    /// Every container ended for good.
+    pub finished: bool,
+    /// New acts on this pod are switched off.
+    pub paused: bool,
+    /// Has the volume by which it opted in to signals.
+    pub signal_volume: bool,
+    /// The node that it is bound to.
+    pub node: Option<String>,
+    /// Its own, lower limit.
+    pub limit: Option<ByteSize>,
+    /// The part that it preallocates by design.
+    pub declared: Option<ByteSize>,
+    /// Annotations that are ignored, and why.
+    pub annotation_errors: Vec<AnnotationError>,
+    /// IDs of containers that ended because the host had no memory for them, as far as the pod's
+    /// status remembers. That says nothing about GPU memory.
+    pub host_oom_killed: BTreeSet<String>,
+}
+
+/// The controller of a pod.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Owner {
+    /// API version, such as `apps/v1`.
+    pub api_version: String,
+    /// Kind.
+    pub kind: String,
+    /// Name.
+    pub name: String,
+    /// UID.
+    pub uid: String,
+}
+
+/// An annotation that could not be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("annotation {key} is ignored and the policy's quota holds: {reason}")]
+pub struct AnnotationError {
+    /// The annotation.
+    pub key: &'static str,
+    /// What is wrong and what to write instead.
+    pub reason: String,
+}
+
+impl PodFacts {
+    /// Reads a pod. An annotation that makes no sense becomes an entry of
+    /// [`annotation_errors`](Self::annotation_errors), never a failure.
+    pub fn parse(pod: &Pod) -> Self {
+        let meta = &pod.metadata;
+        let spec = pod.spec.as_ref();
+        let status = pod.status.as_ref();
+        let priority = spec.and_then(|s| s.priority).unwrap_or(0);
+        let class = spec.and_then(|s| s.priority_class_name.as_deref()).unwrap_or("");
+        let static_uid = annotation(meta, MIRROR).map(str::to_owned);
+
+        let mut annotation_errors = Vec::new();
+        let mut size = |key| {
+            size_annotation(meta, key).unwrap_or_else(|error| {
+                annotation_errors.push(error);
+                None
+            })
+        };
+        let limit = size(names::POD_LIMIT);
+        let mut declared = size(names::POD_DECLARED);
+        if let (Some(limit), Some(part)) = (limit, declared)
+            && part > limit
+        {
+            annotation_errors.push(AnnotationError {
+                key: names::POD_DECLARED,
+                reason: format!("{part} is more than {} ({limit}): write at most {limit}", names::POD_LIMIT),
+            });
+            declared = None;
+        }
+
+        Self {
+            namespace: meta.namespace.clone().unwrap_or_default(),
+            name: meta.name.clone().unwrap_or_default(),
+            uid: meta.uid.clone().unwrap_or_default(),
+            labels: meta.labels.clone().unwrap_or_default(),
+            owner: controller(meta),
+            priority,
+            system_priority: priority >= SYSTEM_PRIORITY || class.starts_with("system-"),
+            mirror: static_uid.is_some(),
+            static_uid,
+            terminating: meta.deletion_timestamp.is_some(),
+            finished: status
+                .and_then(|s| s.phase.as_deref())
+                .is_some_and(|phase| matches!(phase, "Succeeded" | "Failed")),
+            paused: is_paused(meta),
+            signal_volume: spec.and_then(|s| s.volumes.as_ref()).is_some_and(|volumes| {
+                volumes.iter().any(|v| v.name == names::SIGNAL_VOLUME && v.empty_dir.is_some())
+            }),
+            node: spec.and_then(|s| s.node_name.clone()),
+            limit,
+            declared,
+            annotation_errors,
+            host_oom_killed: host_oom_killed(pod),
+        }
+    }
+
+    /// The UID by which the kubelet knows the pod.
+    pub fn kubelet_uid(&self) -> &str {
+        self.static_uid.as_deref().unwrap_or(&self.uid)
+    }
+}
+
+/// The facts of one namespace.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NamespaceFacts {
+    /// Labels.
+    pub labels: Labels,
+    /// New acts in this namespace are switched off.
+    pub paused: bool,
+}
+
+impl NamespaceFacts {
+    /// Reads a namespace.
+    pub fn parse(namespace: &Namespace) -> Self {
+        Self::from_metadata(&namespace.metadata)
+    }
+
+    /// Reads a namespace from its metadata alone.
+    pub fn from_metadata(meta: &ObjectMeta) -> Self {
+        Self { labels: meta.labels.clone().unwrap_or_default(), paused: is_paused(meta) }
+    }
+}
+
+/// Whether the annotation of this object switches new acts off.
+pub fn is_paused(meta: &ObjectMeta) -> bool {
+    annotation(meta, names::PAUSED) == Some("true")
+}
+
+/// Whether labels satisfy a selector. A selector that makes no sense selects nothing.
+pub fn selects(selector: &LabelSelector, labels: &Labels) -> bool {
+    Selector::try_from(selector.clone()).is_ok_and(|selector| selector.matches(labels))
+}
+
+/// Whether a policy's namespaces include this one. System namespaces and the release namespace
+/// are never included, nor is a namespace whose labels are not known.
+pub fn selects_namespace(
+    selector: Option<&LabelSelector>,
+    namespace: &str,
+    facts: Option<&NamespaceFacts>,
+    release_namespace: &str,
+) -> bool {
+    let protected = namespace == release_namespace || names::SYSTEM_NAMESPACES.contains(&namespace);
+    !protected && facts.is_some_and(|facts| selector.is_none_or(|s| selects(s, &facts.labels)))
+}
+
+fn annotation<'a>(meta: &'a ObjectMeta, key: &str) -> Option<&'a str> {
+    meta.annotations.as_ref()?.get(key).map(String::as_str)
+}
+
+fn size_annotation(meta: &ObjectMeta, key: &'static str) -> Result<Option<ByteSize>, AnnotationError> {
+    let Some(text) = annotation(meta, key) else { return Ok(None) };
+    match text.parse() {
+        Ok(ByteSize(0)) => Err(AnnotationError {
+            key,
+            reason: "0 would let the pod have nothing: write a size above 0 such as 8Gi, or remove it".into(),
+        }),
+        Ok(size) => Ok(Some(size)),
+        Err(error) => Err(AnnotationError { key, reason: error.to_string() }),
+    }
+}
+
+fn controller(meta: &ObjectMeta) -> Option<Owner> {
+    let owner = meta.owner_references.as_ref()?.iter().find(|o| o.controller == Some(true))?;
+    Some(Owner {
+        api_version: owner.api_version.clone(),
+        kind: owner.kind.clone(),
+        name: owner.name.clone(),
+        uid: owner.uid.clone(),
+    })
+}
+
+fn host_oom_killed(pod: &Pod) -> BTreeSet<String> {
+    let statuses = pod.status.as_ref().and_then(|s| s.container_statuses.as_deref()).unwrap_or_default();
+    statuses
+        .iter()
+        .flat_map(|container| [&container.last_state, &container.state])
+        .filter_map(|state| state.as_ref()?.terminated.as_ref())
+        .filter(|ended| ended.reason.as_deref() == Some("OOMKilled"))
+        .map(|ended| ended.container_id.clone().unwrap_or_default())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn parse(value: Value) -> PodFacts {
+        PodFacts::parse(&serde_json::from_value(value).unwrap())
+    }
+
+    fn annotated(annotations: &Value) -> PodFacts {
+        parse(json!({"metadata": {"name": "p", "namespace": "team", "annotations": annotations}}))
+    }
+
+    #[test]
+    fn a_pod_is_read_whole() {
+        let pod = parse(json!({
+            "metadata": {
+                "name": "server-0", "namespace": "team", "uid": "u", "labels": {"tier": "serving"},
+                "deletionTimestamp": "2026-01-01T00:00:00Z",
+                "annotations": {"highwater.dev/limit": "8Gi", "highwater.dev/declared": "2Gi",
+                                "highwater.dev/paused": "true"},
+                "ownerReferences": [
+                    {"apiVersion": "v1", "kind": "Other", "name": "o", "uid": "1"},
+                    {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "server", "uid": "2", "controller": true}],
+            },
+            "spec": {"containers": [], "nodeName": "n1", "priority": 7,
+                     "volumes": [{"name": "highwater", "emptyDir": {}}]},
+            "status": {"phase": "Running", "containerStatuses": [{
+                "name": "c", "image": "", "imageID": "", "ready": true, "restartCount": 1,
+                "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}]},
+        }));
+        assert_eq!(pod.owner.as_ref().unwrap().kind, "StatefulSet");
+        assert_eq!(pod.limit, Some(ByteSize::gib(8)));
+        assert_eq!(pod.declared, Some(ByteSize::gib(2)));
+        assert!(pod.terminating && pod.paused && pod.signal_volume && !pod.finished);
+        assert_eq!((pod.priority, pod.host_oom_killed.len()), (7, 1));
+        assert!(pod.annotation_errors.is_empty());
+    }
+
+    #[test]
+    fn a_malformed_annotation_is_ignored_and_says_what_to_write() {
+        for (text, advice) in [("lots", "suffix"), ("-1Gi", "negative"), ("0", "above 0")] {
+            let pod = annotated(&json!({"highwater.dev/limit": text}));
+            assert_eq!(pod.limit, None);
+            let message = pod.annotation_errors[0].to_string();
+            assert!(message.contains("highwater.dev/limit") && message.contains(advice), "{message}");
+        }
+    }
+
+    #[test]
+    fn a_declared_part_above_the_own_limit_is_refused() {
+        let pod = annotated(&json!({"highwater.dev/limit": "1Gi", "highwater.dev/declared": "2Gi"}));
+        assert_eq!((pod.limit, pod.declared), (Some(ByteSize::gib(1)), None));
+        assert!(pod.annotation_errors[0].to_string().contains("at most 1Gi"));
+    }
+
+    #[test]
+    fn only_an_empty_dir_opts_in_to_signals() {
+        let pod = parse(json!({"metadata": {}, "spec": {"containers": [],
+            "volumes": [{"name": "highwater", "hostPath": {"path": "/etc"}}]}}));
+        assert!(!pod.signal_volume);
+    }
+
+    #[test]
+    fn system_pods_are_known_by_priority_or_class() {
+        for spec in [
+            json!({"containers": [], "priority": 2_000_001_000}),
+            json!({"containers": [], "priorityClassName": "system-node-critical"}),
+        ] {
+            assert!(parse(json!({"metadata": {}, "spec": spec})).system_priority);
+        }
+    }
+
+    #[test]
+    fn a_static_pod_is_known_to_the_kubelet_by_its_hash() {
+        let pod = parse(
+            json!({"metadata": {"uid": "api", "annotations": {"kubernetes.io/config.mirror": "hash"}}}),
+        );
+        assert!(pod.mirror);
+        assert_eq!(pod.kubelet_uid(), "hash");
+    }
+
+    #[test]
+    fn protected_namespaces_never_match() {
+        let facts = NamespaceFacts::default();
+        for namespace in ["kube-system", "highwater-system"] {
+            assert!(!selects_namespace(None, namespace, Some(&facts), "highwater-system"));
+        }
+        assert!(selects_namespace(None, "team", Some(&facts), "highwater-system"));
+        assert!(!selects_namespace(None, "team", None, "highwater-system"), "labels are not known yet");
+    }
+
+    #[test]
+    fn a_namespace_selector_looks_at_labels() {
+        let selector = LabelSelector {
+            match_labels: Some([("team".into(), "llm".into())].into()),
+            ..LabelSelector::default()
+        };
+        let labelled = NamespaceFacts { labels: [("team".into(), "llm".into())].into(), paused: false };
+        assert!(selects_namespace(Some(&selector), "a", Some(&labelled), "r"));
+        assert!(!selects_namespace(Some(&selector), "a", Some(&NamespaceFacts::default()), "r"));
+    }
+}

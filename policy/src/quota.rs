@@ -1,1 +1,324 @@
-//! Placeholder.
+//! What a pod may have on a device, and when it has too much.
+
+use highwater_crds::{Breach, ByteSize, PlanQuota};
+
+use crate::{
+    breaker::milliseconds,
+    pod::{self, NamespaceFacts, PodFacts},
+    time::Millis,
+};
+
+/// The quota that holds for one pod on one device.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EffectiveQuota {
+    /// What the pod may have, in bytes.
+    pub limit: u64,
+    /// Where the limit comes from.
+    pub source: Source,
+    /// What the pod is owed whatever others do, in bytes; never above the limit.
+    pub guarantee: Option<u64>,
+    /// What happens above the limit.
+    pub breach: Option<BreachTerms>,
+}
+
+/// Where a limit comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Source {
+    /// The policy with the strictest limit.
+    pub policy: String,
+    /// Its rule; `default` where no rule matched.
+    pub rule: String,
+    /// The pod's own annotation, or the size of the device, lowered the limit further.
+    pub lowered_by: Option<LoweredBy>,
+}
+
+/// What lowered the limit of a policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LoweredBy {
+    /// The pod's annotation.
+    Annotation,
+    /// The limit was more than the device has.
+    Device,
+}
+
+/// What a policy asks for when a pod is above its limit.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BreachTerms {
+    /// The policy.
+    pub policy: String,
+    /// Owner kinds whose pods it may restart.
+    pub owner_kinds: Vec<String>,
+    /// What it asks for.
+    pub terms: Breach,
+}
+
+impl EffectiveQuota {
+    /// What the pod is owed: its guarantee, else its limit.
+    pub fn due(&self) -> u64 {
+        self.guarantee.unwrap_or(self.limit)
+    }
+
+    /// Provenance of the limit in a few words, such as `policy serving, rule default`.
+    pub fn provenance(&self) -> String {
+        let Source { policy, rule, lowered_by } = &self.source;
+        let lowered = match lowered_by {
+            None => "",
+            Some(LoweredBy::Annotation) => ", lowered by the pod's annotation",
+            Some(LoweredBy::Device) => ", lowered to the size of the device",
+        };
+        format!("policy {policy}, rule {rule}{lowered}")
+    }
+}
+
+/// The quota of a pod on a device of `capacity` bytes, from the quotas that hold there in order
+/// of precedence. The limit is the strictest; the guarantee is that of the first that gives the
+/// pod a limit; the breach is the first that is set. The pod may lower its own limit, never
+/// raise it.
+pub fn effective<'a>(
+    quotas: impl IntoIterator<Item = &'a PlanQuota>,
+    pod: &PodFacts,
+    namespace: Option<&NamespaceFacts>,
+    release_namespace: &str,
+    capacity: Option<u64>,
+) -> Option<EffectiveQuota> {
+    let matching: Vec<&PlanQuota> = quotas
+        .into_iter()
+        .filter(|quota| {
+            pod::selects_namespace(quota.namespaces.as_ref(), &pod.namespace, namespace, release_namespace)
+        })
+        .collect();
+    let entitlements: Vec<Entitlement<'_>> =
+        matching.iter().filter_map(|quota| Entitlement::of(quota, pod)).collect();
+    // Of equal limits the one that comes first gives its name.
+    let strictest = entitlements.iter().min_by_key(|e| e.limit)?;
+    let mut limit = strictest.limit.bytes();
+    let mut lowered_by = None;
+    for (bound, by) in
+        [(capacity, LoweredBy::Device), (pod.limit.map(ByteSize::bytes), LoweredBy::Annotation)]
+    {
+        if let Some(bound) = bound
+            && bound < limit
+        {
+            limit = bound;
+            lowered_by = Some(by);
+        }
+    }
+    let guarantee = entitlements.first().and_then(|e| e.guarantee).map(|g| g.bytes().min(limit));
+    let breach = matching.iter().find_map(|quota| {
+        quota.value.breach.as_ref().map(|terms| BreachTerms {
+            policy: quota.policy.clone(),
+            owner_kinds: quota.owner_kinds.clone(),
+            terms: terms.clone(),
+        })
+    });
+    let source = Source { policy: strictest.policy.to_owned(), rule: strictest.rule.to_owned(), lowered_by };
+    Some(EffectiveQuota { limit, source, guarantee, breach })
+}
+
+/// What one policy gives a pod.
+struct Entitlement<'a> {
+    policy: &'a str,
+    rule: &'a str,
+    guarantee: Option<ByteSize>,
+    limit: ByteSize,
+}
+
+impl<'a> Entitlement<'a> {
+    fn of(quota: &'a PlanQuota, pod: &PodFacts) -> Option<Self> {
+        let policy = quota.policy.as_str();
+        let rule = quota.value.rules.iter().find(|rule| pod::selects(&rule.pods, &pod.labels));
+        rule.map(|r| Self { policy, rule: &r.name, guarantee: r.guarantee, limit: r.limit }).or_else(|| {
+            let default = quota.value.default.as_ref()?;
+            Some(Self { policy, rule: "default", guarantee: default.guarantee, limit: default.limit })
+        })
+    }
+}
+
+/// Whether a pod is in breach of its limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BreachState {
+    /// In breach: above the limit and its tolerance for the hold, and not back at the limit since.
+    pub active: bool,
+    over_since: Option<Millis>,
+}
+
+/// How a breach changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BreachChange {
+    /// The pod has been above its limit for the hold.
+    Began,
+    /// The pod is back at or below its limit.
+    Ended,
+}
+
+impl BreachState {
+    /// The state after a sample. `used` is `None` where the driver did not say.
+    pub fn step(
+        self,
+        limit: u64,
+        terms: &Breach,
+        used: Option<u64>,
+        now: Millis,
+    ) -> (Self, Option<BreachChange>) {
+        let Some(used) = used else { return (self, None) };
+        if self.active {
+            return if used <= limit { (Self::default(), Some(BreachChange::Ended)) } else { (self, None) };
+        }
+        if used <= limit.saturating_add(terms.tolerance.map_or(0, ByteSize::bytes)) {
+            return (Self::default(), None);
+        }
+        let since = self.over_since.unwrap_or(now);
+        let active = now.since(since) >= milliseconds(terms.hold_milliseconds);
+        (Self { active, over_since: Some(since) }, active.then_some(BreachChange::Began))
+    }
+}
+
+/// Room above its due within which a pod is not yet called over it, so that the count is steady.
+const OVER_MARGIN: u64 = 64 * ByteSize::MI;
+
+/// Whether a pod counts as over its due, given whether it did before. Unlike
+/// [`BreachState`] this decides nothing: it is shown.
+pub fn is_over_due(was_over: bool, due: u64, used: Option<u64>) -> bool {
+    let margin = if was_over { 0 } else { OVER_MARGIN };
+    used.map_or(was_over, |used| used > due.saturating_add(margin))
+}
+
+#[cfg(test)]
+mod tests {
+    use highwater_crds::{DefaultQuota, Quota, QuotaRule};
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const GI: u64 = ByteSize::GI;
+
+    fn quota(policy: &str, limit: u64, guarantee: Option<u64>, hold: Option<i32>) -> PlanQuota {
+        PlanQuota {
+            policy: policy.into(),
+            namespaces: None,
+            owner_kinds: vec!["ReplicaSet".into()],
+            value: Quota {
+                default: Some(DefaultQuota { guarantee: guarantee.map(ByteSize), limit: ByteSize(limit) }),
+                rules: Vec::new(),
+                breach: hold.map(terms),
+            },
+        }
+    }
+
+    fn terms(hold: i32) -> Breach {
+        Breach { tolerance: Some(ByteSize::mib(512)), hold_milliseconds: hold, actions: Vec::new() }
+    }
+
+    fn pod() -> PodFacts {
+        PodFacts { namespace: "team".into(), ..PodFacts::default() }
+    }
+
+    fn of(quotas: &[PlanQuota], pod: &PodFacts, capacity: Option<u64>) -> Option<EffectiveQuota> {
+        effective(quotas, pod, Some(&NamespaceFacts::default()), "highwater-system", capacity)
+    }
+
+    #[test]
+    fn the_strictest_limit_holds_and_the_rest_comes_from_the_first() {
+        let found =
+            of(&[quota("a", 8 * GI, Some(6 * GI), None), quota("b", 4 * GI, None, Some(7))], &pod(), None)
+                .unwrap();
+        assert_eq!((found.limit, found.guarantee), (4 * GI, Some(4 * GI)));
+        assert_eq!(found.source.policy, "b");
+        assert_eq!(found.breach.unwrap().terms.hold_milliseconds, 7);
+    }
+
+    #[test]
+    fn the_first_rule_that_matches_holds_else_the_default() {
+        let mut quotas = [quota("a", 8 * GI, None, None)];
+        quotas[0].value.rules = vec![QuotaRule {
+            name: "serving".into(),
+            pods: LabelSelector {
+                match_labels: Some([("tier".into(), "serving".into())].into()),
+                ..LabelSelector::default()
+            },
+            guarantee: Some(ByteSize(12 * GI)),
+            limit: ByteSize(16 * GI),
+            minimum_strength: None,
+        }];
+        let labelled = PodFacts { labels: [("tier".into(), "serving".into())].into(), ..pod() };
+        assert_eq!(of(&quotas, &labelled, None).unwrap().due(), 12 * GI);
+        let dropped = of(&quotas, &pod(), None).unwrap();
+        assert_eq!((dropped.limit, dropped.source.rule.as_str()), (8 * GI, "default"));
+    }
+
+    #[test]
+    fn an_annotation_lowers_and_never_raises() {
+        let own = |limit| PodFacts { limit: Some(ByteSize(limit)), ..pod() };
+        let quotas = [quota("a", 8 * GI, Some(8 * GI), None)];
+        let lowered = of(&quotas, &own(2 * GI), None).unwrap();
+        assert_eq!((lowered.limit, lowered.due()), (2 * GI, 2 * GI));
+        assert_eq!(lowered.source.lowered_by, Some(LoweredBy::Annotation));
+        assert_eq!(of(&quotas, &own(80 * GI), None).unwrap().limit, 8 * GI);
+    }
+
+    #[test]
+    fn a_limit_above_the_device_is_clamped_to_it() {
+        let found = of(&[quota("a", 800 * GI, None, None)], &pod(), Some(80 * GI)).unwrap();
+        assert_eq!((found.limit, found.source.lowered_by), (80 * GI, Some(LoweredBy::Device)));
+    }
+
+    #[test]
+    fn system_and_release_namespaces_have_no_quota() {
+        for namespace in ["kube-system", "highwater-system"] {
+            let pod = PodFacts { namespace: namespace.into(), ..pod() };
+            assert_eq!(of(&[quota("a", GI, None, None)], &pod, None), None);
+        }
+    }
+
+    #[test]
+    fn a_breach_begins_after_its_hold_above_the_tolerance_and_ends_at_the_limit() {
+        let mut state = BreachState::default();
+        let mut changes = Vec::new();
+        for (time, used) in [
+            (0, GI + 1),
+            (100, 2 * GI),
+            (1099, 2 * GI),
+            (1100, 2 * GI),
+            (1200, GI + 1),
+            (1300, GI),
+            (1400, GI),
+        ] {
+            let (next, change) = state.step(GI, &terms(1000), Some(used), Millis(time));
+            state = next;
+            changes.push(change);
+        }
+        assert_eq!(
+            changes,
+            [None, None, None, Some(BreachChange::Began), None, Some(BreachChange::Ended), None]
+        );
+    }
+
+    #[test]
+    fn a_missing_number_keeps_a_breach() {
+        let (state, _) = BreachState::default().step(GI, &terms(0), Some(2 * GI), Millis(0));
+        assert!(state.active);
+        assert_eq!(state.step(GI, &terms(0), None, Millis(9)), (state, None));
+    }
+
+    #[test]
+    fn a_pod_at_its_due_does_not_flap() {
+        assert!(!is_over_due(false, GI, Some(GI + 1)));
+        assert!(is_over_due(true, GI, Some(GI + 1)));
+        assert!(!is_over_due(true, GI, Some(GI)));
+    }
+
+    proptest! {
+        #[test]
+        fn more_policies_never_raise_a_limit(limits in prop::collection::vec(1u64..1 << 40, 1..6), own in prop::option::of(1u64..1 << 40)) {
+            let pod = PodFacts { limit: own.map(ByteSize), ..pod() };
+            let quotas: Vec<_> = limits.iter().map(|&l| quota("p", l, None, None)).collect();
+            let mut last = u64::MAX;
+            for n in 1..=quotas.len() {
+                let found = of(&quotas[..n], &pod, Some(1 << 39)).unwrap();
+                prop_assert!(found.limit <= last && found.due() <= found.limit);
+                last = found.limit;
+            }
+        }
+    }
+}

@@ -214,9 +214,13 @@ pub enum ObservationState {
     Unknown,
 }
 
-/// What the operator decided.
+/// What the operator decided. Its states follow each other in one direction, whoever writes them.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = Rule::new("self.state == oldSelf.state || (oldSelf.state == 'Proposed' && !(self.state in ['Verifying', 'Succeeded'])) || (oldSelf.state == 'Approved' && self.state != 'Succeeded') || (oldSelf.state == 'Verifying' && self.state in ['Succeeded', 'Failed'])")
+        .message("a decision that ended, or whose act was accepted, cannot be taken back")
+)]
 pub struct Decision {
     /// Where the incident stands.
     pub state: DecisionState,

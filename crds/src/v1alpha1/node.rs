@@ -215,7 +215,8 @@ pub struct DeviceStatus {
     pub level: Level,
     /// How much of the device is free.
     pub headroom: HeadroomBand,
-    /// The weakest enforcement that holds for a pod here.
+    /// The weakest enforcement that holds for a pod here. Absent: `Observe`.
+    #[serde(default, skip_serializing_if = "is_observe")]
     pub strength: Strength,
     /// Number of pods that use the device.
     pub pods: i32,
@@ -228,6 +229,11 @@ pub struct DeviceStatus {
     /// The highest mode in which a breaker holds here and that asks for Freeze at this level.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub freeze: Option<Freeze>,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // the signature that serde asks for
+fn is_observe(strength: &Strength) -> bool {
+    *strength == Strength::Observe
 }
 
 #[allow(clippy::trivially_copy_pass_by_ref)] // the signature that serde asks for
