@@ -1,0 +1,213 @@
+//! The act step: pressure files of pods that opted in. Everything else is asked of the operator.
+
+use std::{collections::HashMap, sync::Arc};
+
+use highwater_crds::{ByteSize, Level};
+use highwater_policy::time::Millis;
+use jiff::Timestamp;
+use tracing::{info, warn};
+
+use crate::{
+    decide::{Because, Wanted},
+    publish::Notice,
+    signal::{BatchAdvice, Pressure, SignalError, Signals},
+    world::Pod,
+};
+
+/// How long after a pod was first seen a file that an earlier agent may have left is cleared, in
+/// milliseconds: by then it is known whether there is pressure.
+const CLEAR_AFTER: u64 = 10_000;
+/// How long to wait after a failure, in milliseconds.
+const AGAIN_AFTER: u64 = 5_000;
+
+/// What pods have been shown.
+#[derive(Debug)]
+pub(crate) struct Acts {
+    signals: Signals,
+    shown: HashMap<Arc<str>, Shown>,
+    /// Files written.
+    pub(crate) written: u64,
+    /// Files that could not be written.
+    pub(crate) failed: u64,
+}
+
+#[derive(Debug, Default)]
+struct Shown {
+    /// What the file says; `None` while that is not known.
+    state: Option<(Level, Option<Arc<str>>)>,
+    not_before: Millis,
+}
+
+impl Acts {
+    /// Nothing is known of what pods were shown before.
+    pub(crate) fn new(signals: Signals) -> Self {
+        Self { signals, shown: HashMap::new(), written: 0, failed: 0 }
+    }
+
+    /// Shows a pod what it ought to see: `wanted`, or that all is well. While acts are paused a
+    /// signal is not raised; it may fall. Returns what there is to tell.
+    pub(crate) fn show(
+        &mut self,
+        pod: &Arc<Pod>,
+        wanted: Option<&Wanted>,
+        paused: bool,
+        now: Millis,
+        wall: Timestamp,
+    ) -> Option<Notice> {
+        let shown = self.shown.entry(Arc::clone(&pod.kubelet_uid)).or_default();
+        let before = shown.state.as_ref().map_or(Level::Normal, |(level, _)| *level);
+        let level = wanted.map_or(Level::Normal, |wanted| wanted.level);
+        let due = match &shown.state {
+            None if wanted.is_none() => now.since(pod.first_seen) >= CLEAR_AFTER,
+            None => true,
+            Some((shown, device)) => *shown != level || device.as_ref() != wanted.map(|w| &w.device),
+        };
+        if !due || now < shown.not_before || (paused && level > before) {
+            return None;
+        }
+        match self.signals.write(&pod.kubelet_uid, &pressure(wanted, wall)) {
+            Ok(()) => {
+                shown.state = Some((level, wanted.map(|w| Arc::clone(&w.device))));
+                self.written += 1;
+            }
+            Err(error) => {
+                shown.not_before = now.plus(AGAIN_AFTER);
+                self.failed += 1;
+                // A volume that is not there yet is no fault: the pod is being started.
+                if !matches!(error, SignalError::NoVolume) {
+                    warn!(pod = pod.facts.name, namespace = pod.facts.namespace, %error, "cannot signal");
+                }
+                return None;
+            }
+        }
+        let wanted = wanted.filter(|_| level > before)?;
+        info!(pod = pod.facts.name, namespace = pod.facts.namespace, ?level, "signalled");
+        Some(Notice::warning(pod, "MemoryPressure", "Signal", note(wanted)))
+    }
+
+    /// Pods that were last shown that memory stands high.
+    pub(crate) fn raised(&self) -> impl Iterator<Item = &Arc<str>> {
+        let raised = |shown: &Shown| shown.state.as_ref().is_some_and(|(level, _)| *level > Level::Normal);
+        self.shown.iter().filter(move |(_, shown)| raised(shown)).map(|(uid, _)| uid)
+    }
+
+    /// Forgets pods that are gone.
+    pub(crate) fn retain(&mut self, is_there: impl Fn(&str) -> bool) {
+        self.shown.retain(|uid, _| is_there(uid));
+    }
+}
+
+fn pressure(wanted: Option<&Wanted>, wall: Timestamp) -> Pressure {
+    let level = wanted.map_or(Level::Normal, |wanted| wanted.level);
+    Pressure {
+        level,
+        device: wanted.map(|w| w.device.to_string()).unwrap_or_default(),
+        used_bytes: wanted.and_then(|w| w.used),
+        limit_bytes: wanted.and_then(|w| w.limit),
+        batch_advice: BatchAdvice::at(level),
+        deadline: wanted.filter(|w| w.restart).map(|_| wall),
+        at: wall,
+    }
+}
+
+fn note(wanted: &Wanted) -> String {
+    let size = |bytes: Option<u64>| bytes.map_or("an unknown amount".to_owned(), |b| ByteSize(b).rounded());
+    let why = match wanted.because {
+        Because::Breach => format!("holds {} of a limit of {}", size(wanted.used), size(wanted.limit)),
+        Because::Breaker => {
+            format!("the device is at level {:?}; the pod holds {}", wanted.level, size(wanted.used))
+        }
+    };
+    format!("asked to use less memory on {}: {why}", wanted.device)
+}
+
+#[cfg(test)]
+mod tests {
+    use highwater_policy::pod::PodFacts;
+
+    use super::*;
+
+    struct Bench {
+        root: tempfile::TempDir,
+        acts: Acts,
+        pod: Arc<Pod>,
+    }
+
+    impl Bench {
+        fn new() -> Self {
+            let root = tempfile::tempdir().unwrap();
+            let volume = root.path().join("pods/abc/volumes/kubernetes.io~empty-dir/highwater");
+            std::fs::create_dir_all(volume).unwrap();
+            let pod = Arc::new(Pod {
+                facts: PodFacts::default(),
+                uid: "abc".into(),
+                kubelet_uid: "abc".into(),
+                first_seen: Millis(0),
+                host_oom_kills: 0,
+            });
+            Self { acts: Acts::new(Signals::new(root.path())), root, pod }
+        }
+
+        fn show(&mut self, level: Option<Level>, paused: bool, now: u64) -> bool {
+            let wanted = level.map(|level| Wanted {
+                level,
+                device: "GPU-1".into(),
+                used: Some(2),
+                limit: Some(1),
+                restart: false,
+                because: Because::Breach,
+            });
+            let notice =
+                self.acts.show(&self.pod, wanted.as_ref(), paused, Millis(now), Timestamp::UNIX_EPOCH);
+            notice.is_some()
+        }
+
+        fn level(&self) -> Option<String> {
+            let path = self.root.path().join("pods/abc/volumes/kubernetes.io~empty-dir/highwater/pressure");
+            let value: serde_json::Value = serde_json::from_slice(&std::fs::read(path).ok()?).unwrap();
+            Some(value["level"].as_str().unwrap().to_owned())
+        }
+    }
+
+    #[test]
+    fn a_signal_is_written_once_a_change_and_told_when_it_rises() {
+        let mut bench = Bench::new();
+        assert!(bench.show(Some(Level::Warning), false, 0));
+        assert!(!bench.show(Some(Level::Warning), false, 100));
+        assert!(bench.show(Some(Level::Critical), false, 200));
+        assert!(!bench.show(Some(Level::Warning), false, 300));
+        assert!(!bench.show(None, false, 400));
+        assert_eq!(bench.level().as_deref(), Some("Normal"));
+        assert_eq!(bench.acts.written, 4);
+    }
+
+    #[test]
+    fn while_paused_a_signal_may_fall_but_not_rise() {
+        let mut bench = Bench::new();
+        bench.show(Some(Level::Warning), true, 0);
+        assert_eq!(bench.level(), None);
+        bench.show(Some(Level::Critical), false, 100);
+        bench.show(None, true, 200);
+        assert_eq!(bench.level().as_deref(), Some("Normal"));
+    }
+
+    #[test]
+    fn what_an_earlier_agent_left_is_cleared_once_it_is_known_that_there_is_no_pressure() {
+        let mut bench = Bench::new();
+        bench.show(None, false, 9_999);
+        assert_eq!(bench.level(), None);
+        bench.show(None, false, 10_000);
+        assert_eq!(bench.level().as_deref(), Some("Normal"));
+    }
+
+    #[test]
+    fn a_failure_is_tried_again_later() {
+        let mut bench = Bench::new();
+        std::fs::remove_dir_all(bench.root.path().join("pods")).unwrap();
+        bench.show(Some(Level::Warning), false, 0);
+        bench.show(Some(Level::Warning), false, 100);
+        assert_eq!(bench.acts.failed, 1);
+        bench.show(Some(Level::Warning), false, 5_000);
+        assert_eq!(bench.acts.failed, 2);
+    }
+}

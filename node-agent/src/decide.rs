@@ -1,0 +1,293 @@
+//! The decide step: breakers and quotas of each layer of the plan, on each device.
+
+use std::sync::Arc;
+
+use highwater_crds::{
+    Action, ActionType, DriverReserve, Freeze, GpuMemoryNodeSpec, Level, Mode, PlanBreaker, PlanLayer,
+    PlanQuota,
+};
+use highwater_policy::{
+    breaker::{self, Transition},
+    ledger::Ledger,
+    pod,
+    quota::{self, BreachChange, BreachState, EffectiveQuota},
+    time::Millis,
+    victim,
+};
+
+use crate::{
+    account::Device,
+    pod_resources::Assignments,
+    world::{Pod, World},
+};
+
+/// What holds on one device, and where it stands.
+#[derive(Debug, Default)]
+pub(crate) struct Rules {
+    /// The layers that concern the device: `Enforce` first, then `DryRun`, then `Observe`.
+    pub(crate) layers: Vec<Layer>,
+    /// The pods that were given the device or hold memory there.
+    pub(crate) tenants: Vec<Tenant>,
+    /// What policy sets aside for the driver.
+    pub(crate) reserve: Option<DriverReserve>,
+}
+
+/// One layer on one device.
+#[derive(Debug)]
+pub(crate) struct Layer {
+    /// Mode of the policies that it is made of.
+    pub(crate) mode: Mode,
+    /// The breaker.
+    pub(crate) breaker: Option<PlanBreaker>,
+    /// Where the breaker stands.
+    pub(crate) state: breaker::State,
+}
+
+/// A pod on a device.
+#[derive(Debug)]
+pub(crate) struct Tenant {
+    /// The pod.
+    pub(crate) pod: Arc<Pod>,
+    /// What it holds there.
+    pub(crate) used: Option<u64>,
+    /// It counts as over its due.
+    pub(crate) over: bool,
+    /// What each layer says of it, in the order of the layers.
+    pub(crate) terms: Vec<Terms>,
+}
+
+/// What a layer says of a pod on a device.
+#[derive(Debug)]
+pub(crate) struct Terms {
+    /// Its quota.
+    pub(crate) quota: Option<EffectiveQuota>,
+    /// Whether it is in breach.
+    pub(crate) breach: BreachState,
+    /// The breaker's policy concerns its namespace.
+    pub(crate) selected: bool,
+    /// The breaker's policy may restart it.
+    pub(crate) acceptable: bool,
+}
+
+/// What came of a sample.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Change {
+    /// A breaker changed its level.
+    Level(Mode, Transition),
+    /// A tenant (by its place) went into breach or came back.
+    Breach(Mode, usize, BreachChange),
+}
+
+/// A signal that a pod ought to see.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Wanted {
+    /// How high memory stands for it.
+    pub(crate) level: Level,
+    /// UUID of the device.
+    pub(crate) device: Arc<str>,
+    /// What it uses there.
+    pub(crate) used: Option<u64>,
+    /// Its limit there.
+    pub(crate) limit: Option<u64>,
+    /// A restart may follow at any time.
+    pub(crate) restart: bool,
+    /// Why, for people.
+    pub(crate) because: Because,
+}
+
+/// Why a pod is signalled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Because {
+    /// It is above its limit.
+    Breach,
+    /// Its device is above a mark.
+    Breaker,
+}
+
+/// Where the agent is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place<'a> {
+    /// The plan.
+    pub(crate) plan: Option<&'a GpuMemoryNodeSpec>,
+    /// What the API server says.
+    pub(crate) world: &'a World,
+    /// What the kubelet says.
+    pub(crate) assignments: &'a Assignments,
+    /// The release namespace.
+    pub(crate) release_namespace: &'a str,
+}
+
+impl Rules {
+    /// What holds on a device now. States that stand for the same thing as before are taken over.
+    pub(crate) fn of(device: &Device, place: Place<'_>, before: &Self) -> Self {
+        let mut found: Vec<(&PlanLayer, &highwater_crds::DeviceRule)> = place
+            .plan
+            .map_or(&[][..], |plan| plan.layers.as_slice())
+            .iter()
+            .filter_map(|layer| {
+                let rule = layer.rules.iter().find(|rule| {
+                    rule.product == device.info.product && rule.partition == device.partition()
+                })?;
+                Some((layer, rule))
+            })
+            .collect();
+        found.sort_by_key(|(layer, _)| std::cmp::Reverse(layer.mode));
+        let reserve =
+            found.first().and_then(|(_, rule)| rule.driver_reserve.as_ref()).map(|r| r.value.clone());
+        let tenants = tenants(device, place)
+            .into_iter()
+            .map(|pod| tenant(pod, &found, device, place, before))
+            .collect();
+        let layers = found
+            .iter()
+            .map(|(layer, rule)| {
+                let old = before.layers.iter().find(|old| old.mode == layer.mode);
+                Layer {
+                    mode: layer.mode,
+                    breaker: rule.breakers.first().cloned(),
+                    state: old.map_or_else(breaker::State::default, |old| old.state),
+                }
+            })
+            .collect();
+        Self { layers, tenants, reserve }
+    }
+
+    /// Moves breakers and quotas on by a sample.
+    pub(crate) fn step(&mut self, ledger: &Ledger, now: Millis) -> Vec<Change> {
+        let mut changes = Vec::new();
+        for layer in &mut self.layers {
+            let Some(rule) = &layer.breaker else { continue };
+            let (state, transition) = breaker::step(&rule.value, layer.state, ledger.level, now);
+            layer.state = state;
+            changes.extend(transition.map(|t| Change::Level(layer.mode, t)));
+        }
+        for (place, tenant) in self.tenants.iter_mut().enumerate() {
+            tenant.used = ledger.used_by(&tenant.pod.kubelet_uid);
+            tenant.over = tenant.due().is_some_and(|due| quota::is_over_due(tenant.over, due, tenant.used));
+            for (layer, terms) in self.layers.iter().zip(&mut tenant.terms) {
+                let breach = terms.quota.as_ref().and_then(|q| Some((q.limit, q.breach.as_ref()?)));
+                let (state, change) = match breach {
+                    Some((limit, breach)) => terms.breach.step(limit, &breach.terms, tenant.used, now),
+                    None => (BreachState::default(), terms.breach.active.then_some(BreachChange::Ended)),
+                };
+                terms.breach = state;
+                changes.extend(change.map(|c| Change::Breach(layer.mode, place, c)));
+            }
+        }
+        changes
+    }
+
+    /// The level that is shown: of the enforced breaker, else of the first that there is.
+    pub(crate) fn level(&self) -> Level {
+        self.layers
+            .iter()
+            .find(|layer| layer.breaker.is_some())
+            .map_or(Level::Normal, |layer| layer.state.level)
+    }
+
+    /// What the enforced breaker asks of the node.
+    pub(crate) fn freeze(&self) -> Option<Freeze> {
+        let layer = self.layers.first().filter(|layer| layer.mode == Mode::Enforce)?;
+        breaker::freeze(&layer.breaker.as_ref()?.value, layer.state.level)
+    }
+
+    /// What a tenant ought to be told by the enforced layer.
+    pub(crate) fn wanted(&self, tenant: &Tenant, device: &Arc<str>) -> Option<Wanted> {
+        let (layer, terms) =
+            self.layers.iter().zip(&tenant.terms).find(|(layer, _)| layer.mode == Mode::Enforce)?;
+        let wanted = |level, restart, because| Wanted {
+            level,
+            device: Arc::clone(device),
+            used: tenant.used,
+            limit: terms.quota.as_ref().map(|q| q.limit),
+            restart,
+            because,
+        };
+        let breach = terms.breach().filter(|_| terms.breach.active).and_then(|breach| {
+            let asks = |type_| breach.terms.actions.iter().any(|action| action.type_ == type_);
+            let restart = asks(ActionType::Restart);
+            let level = if restart { Level::Critical } else { Level::Warning };
+            asks(ActionType::Signal).then(|| wanted(level, restart, Because::Breach))
+        });
+        let pressed = layer.breaker.as_ref().filter(|_| terms.selected).and_then(|rule| {
+            let asks = |type_| breaker::action(&rule.value, layer.state.level, type_).is_some();
+            asks(ActionType::Signal)
+                .then(|| wanted(layer.state.level, asks(ActionType::Restart), Because::Breaker))
+        });
+        breach.into_iter().chain(pressed).max_by_key(|wanted| wanted.level)
+    }
+}
+
+impl Tenant {
+    /// What it is owed, by the first layer that says.
+    pub(crate) fn due(&self) -> Option<u64> {
+        self.quota().map(EffectiveQuota::due)
+    }
+
+    /// Its quota, by the first layer that has one.
+    pub(crate) fn quota(&self) -> Option<&EffectiveQuota> {
+        self.terms.iter().find_map(|terms| terms.quota.as_ref())
+    }
+}
+
+impl Terms {
+    /// What is asked for when the pod is above its limit.
+    pub(crate) fn breach(&self) -> Option<&quota::BreachTerms> {
+        self.quota.as_ref()?.breach.as_ref()
+    }
+
+    /// How it is to be restarted for being above its limit, if it is and that is asked for.
+    pub(crate) fn restart_for_breach(&self) -> Option<&Action> {
+        let breach = self.breach().filter(|_| self.breach.active)?;
+        breach.terms.actions.iter().find(|action| action.type_ == ActionType::Restart)
+    }
+}
+
+/// The pods on a device: those that the kubelet gave it, and those that hold memory there.
+fn tenants<'a>(device: &Device, place: Place<'a>) -> Vec<&'a Arc<Pod>> {
+    let holds = |pod: &Pod| device.ledger.by_pod.iter().any(|held| held.pod == pod.kubelet_uid);
+    let given = |pod: &Pod| {
+        let devices = place.assignments.devices(&pod.facts.namespace, &pod.facts.name);
+        !pod.facts.finished && devices.contains(device.info.uuid.as_str())
+    };
+    let mut pods: Vec<_> = place.world.pods.values().filter(|pod| holds(pod) || given(pod)).collect();
+    pods.sort_by(|a, b| a.kubelet_uid.cmp(&b.kubelet_uid));
+    pods
+}
+
+fn tenant(
+    pod: &Arc<Pod>,
+    layers: &[(&PlanLayer, &highwater_crds::DeviceRule)],
+    device: &Device,
+    place: Place<'_>,
+    before: &Rules,
+) -> Tenant {
+    let old = before.tenants.iter().find(|old| old.pod.uid == pod.uid);
+    let namespace = place.world.namespaces.get(&pod.facts.namespace);
+    let terms = layers
+        .iter()
+        .map(|(layer, rule)| {
+            let quotas =
+                layer.quotas.iter().filter(|quota: &&PlanQuota| rule.quota_policies.contains(&quota.policy));
+            let capacity = device.ledger.total.or(device.info.total);
+            let quota = quota::effective(quotas, &pod.facts, namespace, place.release_namespace, capacity);
+            let breaker = rule.breakers.first();
+            let selected = breaker.is_some_and(|breaker| {
+                let namespaces = breaker.namespaces.as_ref();
+                pod::selects_namespace(namespaces, &pod.facts.namespace, namespace, place.release_namespace)
+            });
+            let acceptable = breaker.is_some_and(|breaker| {
+                victim::may_restart(&pod.facts, selected, &breaker.owner_kinds).is_ok()
+            });
+            let state = before.layers.iter().position(|old| old.mode == layer.mode);
+            let breach = old.zip(state).and_then(|(old, at)| old.terms.get(at)).map(|terms| terms.breach);
+            Terms { quota, breach: breach.unwrap_or_default(), selected, acceptable }
+        })
+        .collect();
+    Tenant {
+        pod: Arc::clone(pod),
+        used: device.ledger.used_by(&pod.kubelet_uid),
+        over: old.is_some_and(|old| old.over),
+        terms,
+    }
+}

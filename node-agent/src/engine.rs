@@ -1,0 +1,1052 @@
+//! The agent's state and its one round: sample -> attribute -> account -> decide -> act ->
+//! publish.
+//!
+//! Sampling and attribution come from the sampler's thread. The rest happens here, in one go for
+//! every sample and without waiting for anybody: a signal is written in the round in which its
+//! reason was seen. What is for the API server is handed over as jobs.
+
+use std::{
+    collections::BTreeMap,
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use highwater_crds::{ByteSize, DeviceFault, Mode, Strength, TopPod};
+use highwater_policy::{
+    episode,
+    ledger::Sample,
+    node_status::{self, DeviceFacts, Facts, Watch},
+    quota::BreachChange,
+    time::Millis,
+};
+use jiff::Timestamp;
+use tracing::{error, info, warn};
+
+use crate::{
+    account::{Device, memory},
+    act::Acts,
+    decide::{Change, Place, Rules, Tenant, Wanted},
+    episodes::{Episodes, Moment, name_of},
+    evidence::{Evidence, User},
+    metrics::{Gauges, Metrics},
+    plan::{Cache, Plan},
+    pod_resources::Snapshot,
+    publish::{Attempt, Done, Job, NodeWriter, Notice, What},
+    sampler::{Pass, Report, Sampled},
+    signal::Signals,
+    world::{Pod, World, WorldChange},
+};
+
+/// Without a word from the API server for so long, it is asked whether it is there.
+const PROBE_AFTER: Duration = Duration::from_secs(30);
+/// How often who is where is looked up anew, whether or not something changed.
+const RULES_EVERY: u64 = 10_000;
+/// Without a sample for so long, what follows from the state is done on the tick.
+const IDLE_AFTER: u64 = 1_000;
+/// Without a sample for so long, the agent calls itself ill.
+const ILL_AFTER: Duration = Duration::from_mins(1);
+
+/// Tells the time: on the monotonic clock, and for people.
+pub(crate) type Clock = fn() -> (Instant, Timestamp);
+
+/// The agent.
+pub(crate) struct Engine {
+    clock: Clock,
+    node: String,
+    release_namespace: String,
+    started: Instant,
+    world: World,
+    resources: Snapshot,
+    plan: Option<Plan>,
+    cache: Cache,
+    binds: bool,
+    stale: bool,
+    ruled: Millis,
+    evidence: Evidence,
+    watch: Option<Watch>,
+    driver: Option<String>,
+    devices: Vec<(Device, Rules)>,
+    last_pass: Option<(Millis, Timestamp)>,
+    blocked: Option<Duration>,
+    acts: Acts,
+    episodes: Episodes,
+    writer: NodeWriter,
+    contact: Option<Instant>,
+    probe: Attempt,
+    metrics: Metrics,
+    submit: Box<dyn FnMut(Job)>,
+}
+
+impl Engine {
+    /// An agent that knows nothing yet but the last plan. `submit` takes what is to be written.
+    ///
+    /// # Errors
+    /// Fails when metrics cannot be registered.
+    pub(crate) fn new(
+        clock: Clock,
+        node: &str,
+        release_namespace: &str,
+        state_dir: &Path,
+        signals: Signals,
+        submit: impl FnMut(Job) + 'static,
+    ) -> prometheus::Result<Self> {
+        let mut cache = Cache::new(state_dir);
+        Ok(Self {
+            clock,
+            node: node.to_owned(),
+            release_namespace: release_namespace.to_owned(),
+            started: clock().0,
+            world: World::default(),
+            resources: Snapshot::default(),
+            plan: cache.load(node),
+            cache,
+            binds: false,
+            stale: true,
+            ruled: Millis::default(),
+            evidence: Evidence::default(),
+            watch: None,
+            driver: None,
+            devices: Vec::new(),
+            last_pass: None,
+            blocked: None,
+            acts: Acts::new(signals),
+            episodes: Episodes::default(),
+            writer: NodeWriter::default(),
+            contact: None,
+            probe: Attempt::default(),
+            metrics: Metrics::new(node)?,
+            submit: Box::new(submit),
+        })
+    }
+
+    /// Whether the devices are to be let go of.
+    pub(crate) fn stands_down(&self) -> bool {
+        let planned = self.plan.as_ref().is_some_and(|plan| plan.spec.stand_down);
+        planned || self.world.node.as_ref().is_some_and(|node| node.stand_down)
+    }
+
+    /// The sampler reports.
+    pub(crate) fn report(&mut self, report: Report) {
+        match report {
+            Report::Opened { version, devices } => {
+                info!(driver = version, devices = devices.len(), "measuring");
+                self.driver = Some(version);
+                self.watch = Some(Watch::On);
+                let mut before = std::mem::take(&mut self.devices);
+                self.devices = devices
+                    .into_iter()
+                    .map(|info| match before.iter().position(|(device, _)| device.info == info) {
+                        Some(at) => before.swap_remove(at),
+                        None => (Device::new(info), Rules::default()),
+                    })
+                    .collect();
+                self.stale = true;
+            }
+            Report::Failed(why) => self.let_go(Watch::NoDriver(why)),
+            Report::Closed => {
+                info!("every device handle is closed");
+                self.let_go(Watch::StandDown);
+            }
+            Report::Pass(pass) => self.pass(&pass),
+        }
+    }
+
+    fn let_go(&mut self, watch: Watch) {
+        self.devices.clear();
+        self.watch = Some(watch);
+        self.last_pass = None;
+    }
+
+    /// A round of samples was dropped.
+    pub(crate) fn dropped(&self) {
+        self.metrics.dropped.inc();
+    }
+
+    /// The API server says something new.
+    pub(crate) fn world(&mut self, change: WorldChange) {
+        self.heard();
+        let (now, wall) = self.now();
+        let plan = matches!(change, WorldChange::Plan(_));
+        let effect = self.world.apply(change, now);
+        self.stale |= effect.rules;
+        for pod in effect.malformed {
+            for error in &pod.facts.annotation_errors {
+                let notice = Notice::warning(&pod, "InvalidAnnotation", "ReadAnnotations", error.to_string());
+                (self.submit)(Job::Tell(notice));
+            }
+        }
+        if plan {
+            self.plan = self.world.object.as_ref().map(|object| Plan::of(&self.node, object, wall));
+            if let Some(plan) = &self.plan {
+                self.cache.save(plan);
+            }
+            self.check_plan(wall);
+            self.writer.seen(self.world.object.as_ref(), now);
+        }
+    }
+
+    /// The kubelet says something new.
+    pub(crate) fn resources(&mut self, snapshot: Snapshot) {
+        self.resources = snapshot;
+        self.stale = true;
+    }
+
+    /// Whether it is time to look which processes have devices open: some memory is in use that
+    /// no process explains.
+    pub(crate) fn seeks_evidence(&mut self) -> bool {
+        let (now, _) = self.now();
+        let sought = self.devices.iter().any(|(device, _)| device.ledger.unusual() > 0);
+        self.evidence.is_due(sought, now)
+    }
+
+    /// These processes have devices open.
+    pub(crate) fn found(&mut self, users: Vec<User>) {
+        self.evidence.set(users);
+    }
+
+    /// A job ended.
+    pub(crate) fn done(&mut self, done: Done) {
+        let (now, _) = self.now();
+        if done.answered {
+            self.heard();
+        }
+        match done.what {
+            What::CreateNode => self.writer.created(done.written, now),
+            What::Status(status) => self.writer.written(*status, done.written, now),
+            What::Create(key, incident) => {
+                let name = name_of(&incident);
+                if done.written {
+                    // The watch will say so as well, but observing need not wait for it.
+                    self.world.incidents.entry(name.clone()).or_insert(*incident);
+                }
+                self.episodes.created(&key, name, done.written, now);
+            }
+            What::Observe(name, observation) => {
+                if done.gone {
+                    self.world.incidents.remove(&name);
+                }
+                self.episodes.observed(&name, observation, done.written, now);
+            }
+            What::Probe => self.probe.done(done.answered, now),
+        }
+    }
+
+    /// Every quarter of a second: what does not depend on a sample.
+    pub(crate) fn tick(&mut self, unresponsive: &[Arc<str>], blocked: Option<Duration>) {
+        let (now, wall) = self.now();
+        self.blocked = blocked;
+        for (device, rules) in &mut self.devices {
+            if blocked.is_some() || unresponsive.contains(&device.uuid) {
+                if device.fault != Some(DeviceFault::Unresponsive) {
+                    error!(device = device.label, "the driver does not answer");
+                }
+                device.unresponsive();
+                rules.step(&device.ledger, now);
+            }
+        }
+        self.check_plan(wall);
+        let silent = self.since_contact().is_none_or(|silent| silent >= PROBE_AFTER);
+        if silent && self.probe.ready(now) {
+            self.probe.start();
+            (self.submit)(Job::Probe);
+        }
+        self.stale |= now.since(self.ruled) >= RULES_EVERY;
+        if self.last_pass.is_none_or(|(at, _)| now.since(at) >= IDLE_AFTER) {
+            self.rule(now);
+            self.conclude(now, wall);
+        }
+        self.publish_node(now, wall);
+    }
+
+    /// Whether there is a plan that binds.
+    fn check_plan(&mut self, wall: Timestamp) {
+        let binds = self.plan.as_ref().is_some_and(|plan| plan.binds(wall));
+        if std::mem::replace(&mut self.binds, binds) && !binds {
+            warn!("no plan binds any more: measuring only");
+        }
+    }
+
+    /// One round.
+    fn pass(&mut self, pass: &Pass) {
+        let now = self.millis(pass.at);
+        self.metrics.sampled(pass.took, pass.late);
+        if self.stale {
+            self.rule(now);
+        }
+        let mut urgent = false;
+        for sampled in &pass.devices {
+            urgent |= self.account_and_decide(sampled, now);
+        }
+        self.last_pass = Some((now, pass.wall));
+        self.conclude(now, pass.wall);
+        if urgent {
+            self.publish_node(now, pass.wall);
+        }
+    }
+
+    /// Looks up anew what holds for whom.
+    fn rule(&mut self, now: Millis) {
+        self.stale = false;
+        self.ruled = now;
+        let place = Place {
+            plan: self.plan.as_ref().map(|plan| &plan.spec),
+            world: &self.world,
+            assignments: &self.resources.assignments,
+            release_namespace: &self.release_namespace,
+        };
+        for (device, rules) in &mut self.devices {
+            *rules = Rules::of(device, place, rules);
+        }
+    }
+
+    /// The account and decide steps for one device. Returns whether something changed that the
+    /// operator waits for.
+    fn account_and_decide(&mut self, sampled: &Sampled, now: Millis) -> bool {
+        let place = Place {
+            plan: self.plan.as_ref().map(|plan| &plan.spec),
+            world: &self.world,
+            assignments: &self.resources.assignments,
+            release_namespace: &self.release_namespace,
+        };
+        let Some((device, rules)) = self.devices.iter_mut().find(|(device, _)| device.uuid == sampled.uuid)
+        else {
+            return false;
+        };
+        let fault = device.fault;
+        let tenants = &rules.tenants;
+        let declared = |uid: &str| {
+            tenants.iter().find(|tenant| *tenant.pod.kubelet_uid == *uid).map_or(0, declared_part)
+        };
+        let sample = Sample {
+            memory: memory(&sampled.reading),
+            charges: sampled.charges.as_deref(),
+            torn: sampled.reading.torn,
+            managed: self.evidence.is_managed(&device.info),
+        };
+        device.take(&sampled.reading, sample, rules.reserve.as_ref(), declared, now);
+        if device.fault != fault {
+            warn!(device = device.label, fault = ?device.fault, errors = ?sampled.reading.errors, "the device's fault changed");
+        }
+        // A pod may hold memory on a device that the kubelet did not give it.
+        let new = device.ledger.by_pod.iter().any(|held| {
+            rules.tenants.iter().all(|tenant| tenant.pod.kubelet_uid != held.pod)
+                && place.world.pods.contains_key(&held.pod)
+        });
+        if new {
+            *rules = Rules::of(device, place, rules);
+        }
+        let mut urgent = device.fault != fault;
+        for change in rules.step(&device.ledger, now) {
+            match change {
+                Change::Level(mode, transition) => {
+                    urgent = true;
+                    let share = device.ledger.level.map(highwater_policy::ledger::Share::percent);
+                    info!(device = device.label, ?mode, from = ?transition.from, to = ?transition.to, percent = share,
+                        "the level changed");
+                }
+                Change::Breach(mode, at, change) => {
+                    let Some(tenant) = rules.tenants.get(at) else { continue };
+                    info!(
+                        device = device.label,
+                        ?mode,
+                        pod = tenant.pod.facts.name,
+                        namespace = tenant.pod.facts.namespace,
+                        used = tenant.used,
+                        ?change,
+                        "a quota breach"
+                    );
+                    if mode == Mode::Enforce && change == BreachChange::Began {
+                        (self.submit)(Job::Tell(breach_notice(tenant, &device.uuid)));
+                    }
+                }
+            }
+        }
+        urgent
+    }
+
+    /// The act step, and what is published of incidents.
+    fn conclude(&mut self, now: Millis, wall: Timestamp) {
+        self.signal(now, wall);
+        let moment = Moment {
+            now,
+            wall,
+            node: &self.node,
+            release_namespace: &self.release_namespace,
+            binds: self.binds,
+        };
+        self.episodes.step(&self.devices, &self.world, moment, &mut self.submit);
+    }
+
+    /// Shows every pod that opted in what it ought to see.
+    fn signal(&mut self, now: Millis, wall: Timestamp) {
+        let mut wanted: BTreeMap<&Arc<str>, (&Arc<Pod>, Option<Wanted>)> = BTreeMap::new();
+        for (device, rules) in &self.devices {
+            for tenant in rules.tenants.iter().filter(|tenant| tenant.pod.facts.signal_volume) {
+                let here = if self.binds { rules.wanted(tenant, &device.uuid) } else { None };
+                let (_, most) = wanted.entry(&tenant.pod.kubelet_uid).or_insert((&tenant.pod, None));
+                if here.as_ref().map(|w| w.level) > most.as_ref().map(|w| w.level) {
+                    *most = here;
+                }
+            }
+        }
+        for uid in self.acts.raised() {
+            if let Some(pod) = self.world.pods.get(uid) {
+                wanted.entry(&pod.kubelet_uid).or_insert((pod, None));
+            }
+        }
+        let mut notices = Vec::new();
+        for (pod, wanted) in wanted.into_values() {
+            let paused = self.world.paused(&pod.facts, &self.release_namespace);
+            notices.extend(self.acts.show(pod, wanted.as_ref(), paused, now, wall));
+        }
+        for notice in notices {
+            (self.submit)(Job::Tell(notice));
+        }
+        let pods = &self.world.pods;
+        self.acts.retain(|uid| pods.contains_key(uid));
+    }
+
+    /// Writes the node's object, if it is to be written.
+    fn publish_node(&mut self, now: Millis, wall: Timestamp) {
+        let Some(watch) = &self.watch else { return };
+        if !self.world.synced.plan {
+            return;
+        }
+        let job = if self.world.object.is_none() {
+            self.world.node.as_ref().and_then(|node| self.writer.create(&node.uid, now))
+        } else {
+            let facts = self.facts(watch.clone());
+            let status = node_status::status(&facts, self.writer.stored(), wall);
+            self.writer.step(status, now)
+        };
+        if let Some(job) = job {
+            (self.submit)(job);
+        }
+    }
+
+    /// What is known of the node.
+    fn facts(&self, watch: Watch) -> Facts {
+        let mut over = Vec::new();
+        for (device, rules) in &self.devices {
+            for tenant in rules.tenants.iter().filter(|tenant| tenant.over) {
+                let (Some(due), Some(used)) = (tenant.due(), tenant.used) else { continue };
+                let pod = TopPod {
+                    namespace: tenant.pod.facts.namespace.clone(),
+                    name: tenant.pod.facts.name.clone(),
+                    device: device.uuid.to_string(),
+                    due: ByteSize(due),
+                };
+                over.push((used.saturating_sub(due), pod));
+            }
+        }
+        let devices = self
+            .devices
+            .iter()
+            .map(|(device, rules)| DeviceFacts {
+                uuid: device.uuid.to_string(),
+                label: device.label.clone(),
+                model: node_status::model(&device.info.product, device.partition(), device.info.total),
+                level: rules.level(),
+                headroom: device.headroom,
+                strength: Strength::Observe,
+                pods: rules.tenants.len(),
+                over: rules.tenants.iter().filter(|tenant| tenant.over).count(),
+                fault: device.fault,
+                freeze: if self.binds { rules.freeze() } else { None },
+                zombie: device.zombie.holds,
+                unexplained: device.unexplained.holds.then(|| self.evidence.candidate(device, &self.world)),
+            })
+            .collect();
+        Facts {
+            observed_generation: self.plan.as_ref().and_then(|plan| plan.generation),
+            agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+            driver_version: self.driver.clone(),
+            watch,
+            devices,
+            over,
+        }
+    }
+
+    /// The text of all metrics.
+    pub(crate) fn render(&self) -> String {
+        let (_, wall) = self.now();
+        let plan_age = self.plan.as_ref().map(|plan| plan.age(wall).unsigned_abs());
+        let gauges = Gauges {
+            plan_age,
+            api_contact_age: self.since_contact(),
+            pod_resources_age: self.resources.at.map(|at| at.elapsed()),
+            incidents_open: self.world.incidents.values().filter(|i| !episode::is_closed(i)).count(),
+            signals_written: self.acts.written,
+            signals_failed: self.acts.failed,
+        };
+        self.metrics.render(&self.devices, self.driver.as_deref().unwrap_or(""), gauges)
+    }
+
+    /// Whether the agent lives; else why not.
+    pub(crate) fn health(&self) -> Result<(), String> {
+        if let Some(blocked) = self.blocked.filter(|blocked| *blocked >= ILL_AFTER) {
+            return Err(format!("the GPU driver has not answered for {} s", blocked.as_secs()));
+        }
+        let silent = self.last_pass.map(|(at, _)| Duration::from_millis(self.now().0.since(at)));
+        match silent.filter(|silent| *silent >= ILL_AFTER) {
+            Some(silent) => Err(format!("no sample for {} s", silent.as_secs())),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether the agent does its work; else why not.
+    pub(crate) fn ready(&self) -> Result<(), String> {
+        match &self.watch {
+            None => Err("the GPU driver has not answered yet".to_owned()),
+            Some(Watch::On) if self.last_pass.is_none() => Err("no device was sampled yet".to_owned()),
+            Some(_) if !self.world.synced.all() && self.plan.is_none() => {
+                Err(format!("the API server has not said everything yet: {:?}", self.world.synced))
+            }
+            Some(_) => Ok(()),
+        }
+    }
+
+    /// The API server was heard.
+    fn heard(&mut self) {
+        let (at, wall) = (self.clock)();
+        self.contact = Some(at);
+        if let Some(plan) = &mut self.plan {
+            plan.contact = wall;
+            self.cache.save(plan);
+        }
+    }
+
+    fn since_contact(&self) -> Option<Duration> {
+        self.contact.map(|contact| (self.clock)().0.saturating_duration_since(contact))
+    }
+
+    fn now(&self) -> (Millis, Timestamp) {
+        let (at, wall) = (self.clock)();
+        (self.millis(at), wall)
+    }
+
+    fn millis(&self, at: Instant) -> Millis {
+        let since = at.saturating_duration_since(self.started).as_millis();
+        Millis(u64::try_from(since).unwrap_or(u64::MAX))
+    }
+}
+
+/// The part of a pod's memory that it preallocates by design: at most its limit.
+fn declared_part(tenant: &Tenant) -> u64 {
+    let declared = tenant.pod.facts.declared.map_or(0, ByteSize::bytes);
+    tenant.quota().map_or(declared, |quota| declared.min(quota.limit))
+}
+
+fn breach_notice(tenant: &Tenant, device: &str) -> Notice {
+    let quota = tenant.terms.iter().find_map(|terms| terms.quota.as_ref());
+    let limit = quota.map_or(0, |quota| quota.limit);
+    let note = format!(
+        "holds {} on {device}, above its limit of {} ({})",
+        ByteSize(tenant.used.unwrap_or(0)).rounded(),
+        ByteSize(limit).rounded(),
+        quota.map(highwater_policy::quota::EffectiveQuota::provenance).unwrap_or_default(),
+    );
+    Notice::warning(&tenant.pod, "QuotaBreach", "Measure", note)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        cell::{Cell, RefCell},
+        rc::Rc,
+        sync::LazyLock,
+    };
+
+    use highwater_crds::{
+        Decision, DecisionState, GpuMemoryIncident, GpuMemoryIncidentStatus, GpuMemoryNode, IncidentKind,
+        Level, Observation, ObservationState,
+    };
+    use highwater_gpu::{CallError, DeviceInfo, ErrorClass, Kinds, Partition, Process, Reading};
+    use highwater_policy::{
+        ledger::{Charge, Holder},
+        pod::{NamespaceFacts, Owner, PodFacts},
+    };
+    use jiff::SignedDuration;
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::world::{Change as Set, NodeFacts};
+
+    const GI: u64 = ByteSize::GI;
+
+    thread_local! {
+        /// Milliseconds since the test began.
+        static TIME: Cell<u64> = const { Cell::new(0) };
+    }
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+
+    fn clock() -> (Instant, Timestamp) {
+        let since = Duration::from_millis(TIME.get());
+        let wall = Timestamp::from_second(1_800_000_000).unwrap() + SignedDuration::try_from(since).unwrap();
+        (*START + since, wall)
+    }
+
+    /// A node with the devices `GPU-0` and `GPU-1` of 80 GiB.
+    struct Bench {
+        engine: Engine,
+        jobs: Rc<RefCell<Vec<Job>>>,
+        root: tempfile::TempDir,
+    }
+
+    fn pod(name: &str) -> PodFacts {
+        PodFacts {
+            namespace: "team".into(),
+            name: name.into(),
+            uid: name.into(),
+            owner: Some(Owner {
+                api_version: "apps/v1".into(),
+                kind: "ReplicaSet".into(),
+                name: "rs".into(),
+                uid: "rs".into(),
+            }),
+            signal_volume: true,
+            ..PodFacts::default()
+        }
+    }
+
+    /// A layer that restarts whoever is above 8 GiB, or the one most over when 90 % are in use.
+    fn layer(mode: &str) -> Value {
+        json!({"mode": mode, "rules": [{
+            "product": "NVIDIA H200", "partition": "Whole", "quotaPolicies": ["serving"],
+            "breakers": [{"policy": "serving", "ownerKinds": ["ReplicaSet"], "value": {
+                "scope": "Device", "minimumStayMilliseconds": 2000,
+                "critical": {"tripPercent": 80, "clearPercent": 75, "holdMilliseconds": 0,
+                    "actions": [{"type": "Signal"}, {"type": "Freeze", "freeze": {"taintNodeWhen": "AnyDevice"}}]},
+                "emergency": {"tripPercent": 90, "clearPercent": 85, "holdMilliseconds": 0,
+                    "actions": [{"type": "Restart", "restart": {"gracePeriodSeconds": 10}}]}}}]}],
+            "quotas": [{"policy": "serving", "ownerKinds": ["ReplicaSet"], "value": {
+                "default": {"limit": "8Gi"},
+                "breach": {"holdMilliseconds": 200, "actions": [{"type": "Signal"}, {"type": "Restart"}]}}}]})
+    }
+
+    impl Bench {
+        fn new(layers: &Value) -> Self {
+            let mut bench = Self::unsynced(layers);
+            bench.sync();
+            bench
+        }
+
+        fn unsynced(layers: &Value) -> Self {
+            TIME.set(0);
+            let root = tempfile::tempdir().unwrap();
+            let jobs = Rc::new(RefCell::new(Vec::new()));
+            let submitted = Rc::clone(&jobs);
+            let submit = move |job| submitted.borrow_mut().push(job);
+            let signals = Signals::new(root.path());
+            let mut engine =
+                Engine::new(clock, "n1", "highwater-system", root.path(), signals, submit).unwrap();
+            let device = |index: u32| DeviceInfo {
+                uuid: format!("GPU-{index}"),
+                index,
+                minor: None,
+                product: "NVIDIA H200".into(),
+                partition: Partition::Whole,
+                total: Some(80 * GI),
+            };
+            engine.report(Report::Opened { version: "580".into(), devices: vec![device(0), device(1)] });
+            let mut bench = Self { engine, jobs, root };
+            bench.world(WorldChange::Namespace(reset([("team".to_owned(), NamespaceFacts::default())])));
+            bench.world(WorldChange::Node(reset([NodeFacts { uid: "node".into(), ..NodeFacts::default() }])));
+            let spec = serde_json::from_value(json!({"planLifeSeconds": 600, "layers": layers})).unwrap();
+            let mut object = GpuMemoryNode::new("n1", spec);
+            object.metadata.generation = Some(1);
+            bench.world(WorldChange::Plan(reset([object])));
+            bench.world(WorldChange::Pod(reset(["a", "b", "c"].map(pod))));
+            bench
+        }
+
+        fn sync(&mut self) {
+            self.world(WorldChange::Incident(reset([])));
+        }
+
+        fn world(&mut self, change: WorldChange) {
+            self.engine.world(change);
+        }
+
+        /// Samples `GPU-0` after `after` milliseconds: these pods hold so many GiB.
+        fn sample(&mut self, after: u64, held: &[(&str, u64)]) {
+            let used = held.iter().map(|(_, gib)| gib * GI).sum();
+            let charges: Vec<Charge> = held
+                .iter()
+                .map(|(pod, gib)| Charge {
+                    pid: u32::from(pod.as_bytes()[0]),
+                    bytes: Some(gib * GI),
+                    holder: Holder::Container { pod: (*pod).into(), container: None },
+                })
+                .collect();
+            let processes =
+                charges.iter().map(|c| Process { pid: c.pid, bytes: c.bytes, kinds: Kinds::default() });
+            let reading = Reading {
+                total: Some(80 * GI),
+                used: Some(used),
+                free: Some(80 * GI - used),
+                reserved: Some(0),
+                processes: Some(processes.collect()),
+                ..Reading::default()
+            };
+            self.pass(after, vec![Sampled { uuid: "GPU-0".into(), reading, charges: Some(charges) }]);
+        }
+
+        fn pass(&mut self, after: u64, devices: Vec<Sampled>) {
+            TIME.set(TIME.get() + after);
+            let (at, wall) = clock();
+            let pass = Pass { at, wall, late: Duration::ZERO, took: Duration::ZERO, devices };
+            self.engine.report(Report::Pass(pass));
+        }
+
+        fn jobs(&self) -> Vec<Job> {
+            self.jobs.take()
+        }
+
+        /// The incidents that are to be created; they are from now on.
+        fn created(&mut self) -> Vec<GpuMemoryIncident> {
+            let mut created = Vec::new();
+            for job in self.jobs() {
+                if let Job::Create(key, incident) = job {
+                    created.push((*incident).clone());
+                    self.engine.done(done(What::Create(key, incident)));
+                }
+            }
+            created
+        }
+
+        /// What is to be observed; it is from now on.
+        fn observed(&mut self) -> Vec<ObservationState> {
+            let mut observed = Vec::new();
+            for job in self.jobs() {
+                if let Job::Observe(name, observation) = job {
+                    observed.push(observation.state);
+                    self.engine.done(done(What::Observe(name, observation)));
+                }
+            }
+            observed
+        }
+
+        /// The operator decides about an incident, as the watch will show.
+        fn decide(&mut self, incident: &GpuMemoryIncident, state: DecisionState, reason: &str) {
+            let mut incident = incident.clone();
+            let (_, wall) = clock();
+            incident.status = Some(GpuMemoryIncidentStatus {
+                observation: None,
+                decision: Some(Decision {
+                    state,
+                    reason: reason.into(),
+                    message: String::new(),
+                    since: MicroTime(wall),
+                    workload: None,
+                    budgets: Vec::new(),
+                    evicted_at: None,
+                }),
+            });
+            self.world(WorldChange::Incident(Set::Upsert(incident)));
+        }
+
+        fn volume(&self, pod: &str) -> std::path::PathBuf {
+            let volume =
+                self.root.path().join(format!("pods/{pod}/volumes/kubernetes.io~empty-dir/highwater"));
+            std::fs::create_dir_all(&volume).unwrap();
+            volume
+        }
+    }
+
+    fn done(what: What) -> Done {
+        Done { answered: true, written: true, gone: false, what }
+    }
+
+    fn reset<T, const N: usize>(items: [T; N]) -> Set<T> {
+        Set::Reset { items: items.into(), complete: true }
+    }
+
+    fn subject(incident: &GpuMemoryIncident) -> Option<&str> {
+        incident.spec.subject.as_ref().map(|subject| subject.name.as_str())
+    }
+
+    #[test]
+    fn b12_the_pod_above_its_limit_is_reported_and_signalled_not_its_neighbour() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        let volume = bench.volume("a");
+        bench.sample(0, &[("a", 9), ("b", 8)]);
+        bench.sample(199, &[("a", 9), ("b", 8)]);
+        assert!(bench.created().is_empty(), "the hold is not over");
+        bench.sample(1, &[("a", 9), ("b", 8)]);
+        let text = std::fs::read(volume.join("pressure")).unwrap();
+        let file: Value = serde_json::from_slice(&text).unwrap();
+        assert_eq!((&file["level"], &file["usedBytes"]), (&json!("Critical"), &json!(9 * GI)));
+        let created = bench.created();
+        assert_eq!(created.len(), 1);
+        let spec = &created[0].spec;
+        assert_eq!(
+            (spec.kind, subject(&created[0]), spec.episode),
+            (IncidentKind::QuotaBreach, Some("a"), 1)
+        );
+        assert_eq!(spec.evidence.neighbour_bytes, [8 << 30]);
+        assert_eq!(spec.evidence.at.0, clock().1, "of the sample that satisfied the hold");
+        assert_eq!(created[0].metadata.namespace.as_deref(), Some("team"));
+        for _ in 0..50 {
+            bench.sample(100, &[("a", 9), ("b", 8)]);
+        }
+        assert!(bench.created().is_empty(), "one episode, one incident");
+    }
+
+    #[test]
+    fn a_dry_run_is_reported_as_one_and_an_observing_policy_only_measures() {
+        for (mode, expected) in [("DryRun", 1), ("Observe", 0)] {
+            let mut bench = Bench::new(&json!([layer(mode)]));
+            let volume = bench.volume("a");
+            bench.sample(0, &[("a", 75)]);
+            bench.sample(300, &[("a", 75)]);
+            let created = bench.created();
+            assert_eq!(created.iter().filter(|i| i.spec.kind == IncidentKind::QuotaBreach).count(), expected);
+            assert!(created.iter().all(|incident| incident.spec.mode == Mode::DryRun));
+            assert!(!volume.join("pressure").exists(), "a signal is an act");
+        }
+    }
+
+    #[test]
+    fn no_incident_is_opened_before_those_that_are_there_were_listed() {
+        let mut bench = Bench::unsynced(&json!([layer("Enforce")]));
+        bench.sample(0, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        assert!(bench.created().is_empty());
+        bench.sync();
+        bench.sample(100, &[("a", 9)]);
+        let created = bench.created();
+        assert_eq!(created.len(), 1);
+        assert_eq!(
+            created[0].spec.evidence.at.0,
+            clock().1 - SignedDuration::from_millis(100),
+            "what was seen then"
+        );
+    }
+
+    #[test]
+    fn after_a_restart_an_episode_that_ran_on_has_no_second_incident() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        bench.sample(0, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        let incident = bench.created().remove(0);
+        let mut bench = Bench::unsynced(&json!([layer("Enforce")]));
+        bench.world(WorldChange::Incident(reset([incident])));
+        bench.sample(0, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        assert!(bench.created().is_empty());
+    }
+
+    #[test]
+    fn an_incident_is_observed_while_it_is_decided_and_to_its_end() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        bench.sample(0, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        let incident = bench.created().remove(0);
+        bench.sample(1_900, &[("a", 9)]);
+        assert_eq!(bench.observed(), []);
+        bench.sample(100, &[("a", 9)]);
+        assert_eq!(bench.observed(), [ObservationState::Over]);
+        bench.decide(&incident, DecisionState::Proposed, "BudgetExhausted");
+        bench.sample(60_000, &[("a", 9)]);
+        assert_eq!(bench.observed(), [], "waiting incidents cause no writes");
+        bench.sample(100, &[("a", 7)]);
+        assert_eq!(bench.observed(), [ObservationState::Recovered]);
+        bench.sample(100, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        assert!(bench.observed().is_empty());
+    }
+
+    #[test]
+    fn an_episode_that_ended_is_followed_by_the_next_even_if_its_incident_was_closed() {
+        let mut bench = Bench::new(&json!([layer("DryRun")]));
+        bench.sample(0, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        let mut incident = bench.created().remove(0);
+        bench.decide(&incident, DecisionState::Suppressed, "DryRun");
+        bench.sample(5_000, &[("a", 9)]);
+        assert_eq!(bench.observed(), []);
+        bench.sample(100, &[("a", 7)]);
+        assert_eq!(bench.observed(), [ObservationState::Recovered]);
+        incident.status = Some(GpuMemoryIncidentStatus {
+            observation: Some(Observation {
+                state: ObservationState::Recovered,
+                bytes: None,
+                at: MicroTime(clock().1),
+            }),
+            decision: None,
+        });
+        bench.world(WorldChange::Incident(Set::Upsert(incident)));
+        bench.sample(100, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        assert_eq!(bench.created()[0].spec.episode, 2);
+    }
+
+    #[test]
+    fn b16_a_breaker_picks_the_pod_most_over_its_due_and_another_only_once_that_is_gone() {
+        let mut layer = layer("Enforce");
+        layer["quotas"][0]["value"]["breach"] = json!({"actions": []});
+        let mut bench = Bench::new(&json!([layer]));
+        bench.sample(0, &[("a", 40), ("b", 34)]);
+        let created = bench.created();
+        assert_eq!((created.len(), subject(&created[0])), (1, Some("a")));
+        assert_eq!(created[0].spec.evidence.level, Some(Level::Emergency));
+        assert_eq!(created[0].spec.proposed.grace_period_seconds, Some(10));
+        bench.sample(5_000, &[("a", 40), ("b", 34)]);
+        assert!(bench.created().is_empty());
+        // The device is still full when the first is gone: after a moment the next is picked.
+        bench.sample(100, &[("b", 74)]);
+        bench.sample(1_900, &[("b", 74)]);
+        assert!(bench.created().is_empty());
+        bench.sample(100, &[("b", 74)]);
+        let created = bench.created();
+        assert_eq!((created.len(), subject(&created[0])), (1, Some("b")));
+    }
+
+    #[test]
+    fn nobody_over_its_due_is_an_incident_of_no_pod() {
+        let mut layer = layer("Enforce");
+        layer["quotas"] = json!([]);
+        let mut bench = Bench::new(&json!([layer]));
+        bench.sample(0, &[("a", 40), ("b", 34)]);
+        let created = bench.created();
+        assert_eq!((created.len(), subject(&created[0])), (1, None));
+        assert_eq!(created[0].metadata.namespace.as_deref(), Some("highwater-system"));
+    }
+
+    #[test]
+    fn memory_that_fell_back_ends_a_breakers_episode() {
+        let mut layer = layer("Enforce");
+        layer["quotas"][0]["value"]["breach"] = json!({"actions": []});
+        let mut bench = Bench::new(&json!([layer]));
+        bench.sample(0, &[("a", 40), ("b", 34)]);
+        bench.created();
+        bench.sample(100, &[("a", 20), ("b", 34)]);
+        assert_eq!(bench.observed(), [ObservationState::Recovered]);
+    }
+
+    #[test]
+    fn a_plan_that_outlived_its_life_binds_no_more() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        let volume = bench.volume("a");
+        TIME.set(601_000);
+        bench.engine.tick(&[], None);
+        bench.sample(0, &[("a", 75)]);
+        bench.sample(300, &[("a", 75)]);
+        assert!(bench.created().is_empty());
+        let text = std::fs::read_to_string(volume.join("pressure")).unwrap();
+        assert!(text.contains("Normal"), "{text}");
+        assert_eq!(bench.engine.facts(Watch::On).devices[0].freeze, None);
+        assert_eq!(bench.engine.facts(Watch::On).devices[0].level, Level::Emergency, "it measures on");
+    }
+
+    #[test]
+    fn paused_means_no_new_signal() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        let volume = bench.volume("a");
+        let paused = NamespaceFacts { paused: true, ..NamespaceFacts::default() };
+        bench.world(WorldChange::Namespace(Set::Upsert(("team".to_owned(), paused))));
+        bench.sample(0, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        assert!(!volume.join("pressure").exists());
+        assert_eq!(bench.created().len(), 1, "the incident says that it waits");
+    }
+
+    #[test]
+    fn d18_a_steady_node_writes_its_status_once() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        let mut statuses = 0;
+        for _ in 0..2_000 {
+            bench.sample(100, &[("a", 5), ("b", 8)]);
+            bench.engine.tick(&[], None);
+            for job in bench.jobs() {
+                match job {
+                    Job::Status(status) => {
+                        statuses += 1;
+                        bench.engine.done(done(What::Status(status)));
+                    }
+                    Job::Probe => bench.engine.done(done(What::Probe)),
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+        assert_eq!(statuses, 1);
+    }
+
+    #[test]
+    fn m08_a_lost_device_is_a_fault_of_its_own() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        let errors = vec![CallError { call: "memory info", class: ErrorClass::Lost }];
+        let lost = Sampled {
+            uuid: "GPU-1".into(),
+            reading: Reading { errors, ..Reading::default() },
+            charges: None,
+        };
+        bench.pass(100, vec![lost]);
+        bench.sample(100, &[("a", 5)]);
+        let text = bench.engine.render();
+        assert!(text.contains("highwater_device_up{device=\"1\",node=\"n1\"} 0"), "{text}");
+        assert!(text.contains("highwater_device_errors_total{device=\"1\",error=\"lost\",node=\"n1\"} 1"));
+        assert!(
+            !text.contains("highwater_device_memory_bytes{bucket=\"free\",device=\"1\""),
+            "missing, not 0"
+        );
+        assert!(text.contains("highwater_device_up{device=\"0\",node=\"n1\"} 1"));
+        assert_eq!(bench.engine.facts(Watch::On).devices[1].fault, Some(DeviceFault::Lost));
+    }
+
+    #[test]
+    fn a_device_that_does_not_answer_is_a_fault_and_its_incidents_are_of_unknown_state() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        bench.sample(0, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        bench.created();
+        bench.engine.tick(&["GPU-0".into()], None);
+        bench.pass(100, vec![]);
+        assert_eq!(bench.observed(), [ObservationState::Unknown]);
+        assert_eq!(bench.engine.facts(Watch::On).devices[0].fault, Some(DeviceFault::Unresponsive));
+    }
+
+    #[test]
+    fn m09_a_pod_has_series_from_the_time_on_that_it_has_a_device() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        let mut assignments = crate::pod_resources::Assignments::default();
+        let device = crate::pod_resources::ContainerDevices {
+            container: "main".into(),
+            devices: ["GPU-0".to_owned()].into(),
+        };
+        assignments.pods.insert(("team".into(), "c".into()), vec![device]);
+        bench.engine.resources(Snapshot { assignments: Arc::new(assignments), at: None });
+        bench.sample(0, &[("a", 5)]);
+        let text = bench.engine.render();
+        let series = |pod: &str, value: &str| {
+            format!(
+                "highwater_pod_memory_used_bytes{{device=\"0\",namespace=\"team\",node=\"n1\",pod=\"{pod}\"}} {value}\n"
+            )
+        };
+        assert!(text.contains(&series("c", "0")), "{text}");
+        assert!(text.contains(&series("a", "5368709120")));
+        bench.world(WorldChange::Pod(Set::Remove(pod("c"))));
+        bench.sample(100, &[("a", 5)]);
+        assert!(!bench.engine.render().contains("pod=\"c\""));
+    }
+
+    #[test]
+    fn standing_down_leaves_nothing_measured() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        bench.world(WorldChange::Node(Set::Upsert(NodeFacts { stand_down: true, ..NodeFacts::default() })));
+        assert!(bench.engine.stands_down());
+        bench.engine.report(Report::Closed);
+        bench.engine.tick(&[], None);
+        let status = bench.jobs().into_iter().find_map(|job| match job {
+            Job::Status(status) => Some(status),
+            _ => None,
+        });
+        let condition = &status.unwrap().conditions[0];
+        assert_eq!((condition.status.as_str(), condition.reason.as_str()), ("False", "StandDown"));
+        assert_eq!(bench.engine.ready(), Ok(()));
+    }
+}

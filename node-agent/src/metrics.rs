@@ -1,0 +1,358 @@
+//! Metrics, made from the agent's state when they are asked for.
+//!
+//! A number that is not known has no series. Series of pods exist for as long as the pod has a
+//! device.
+
+use std::time::Duration;
+
+use highwater_crds::{Level, Mode, Strength};
+use highwater_gpu::ErrorClass;
+use prometheus::{
+    GaugeVec, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry, TextEncoder,
+};
+
+use crate::{account::Device, decide::Rules};
+
+const DEVICE: &[&str] = &["device"];
+const POD: &[&str] = &["namespace", "pod", "device"];
+
+/// Every metric of the agent.
+#[derive(Debug)]
+pub(crate) struct Metrics {
+    registry: Registry,
+    device_info: IntGaugeVec,
+    device_up: IntGaugeVec,
+    device_capacity: IntGaugeVec,
+    device_memory: IntGaugeVec,
+    device_usage: GaugeVec,
+    device_level: IntGaugeVec,
+    device_unusual: IntGaugeVec,
+    device_errors: IntCounterVec,
+    device_torn: IntCounterVec,
+    pod_used: IntGaugeVec,
+    pod_limit: IntGaugeVec,
+    pod_due: IntGaugeVec,
+    pod_strength: IntGaugeVec,
+    pod_host_oom: IntCounterVec,
+    plan_age: GaugeVec,
+    api_age: GaugeVec,
+    pod_resources_age: GaugeVec,
+    incidents: IntGaugeVec,
+    signals: IntCounterVec,
+    /// Rounds of samples.
+    pub(crate) samples: IntCounter,
+    /// Rounds that were thrown away, because the agent did not keep up.
+    pub(crate) dropped: IntCounter,
+    duration: Histogram,
+    lateness: Histogram,
+}
+
+/// What there is to show besides devices and pods.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Gauges {
+    /// Since the API server last confirmed the plan.
+    pub(crate) plan_age: Option<Duration>,
+    /// Since the API server was last heard.
+    pub(crate) api_contact_age: Option<Duration>,
+    /// Since the kubelet last said which pod has which device.
+    pub(crate) pod_resources_age: Option<Duration>,
+    /// Incidents of this node that are not closed.
+    pub(crate) incidents_open: usize,
+    /// Pressure files written.
+    pub(crate) signals_written: u64,
+    /// Pressure files that could not be written.
+    pub(crate) signals_failed: u64,
+}
+
+impl Metrics {
+    /// Metrics with the node's name as a constant label.
+    ///
+    /// # Errors
+    /// Fails when two metrics have one name.
+    #[allow(clippy::too_many_lines)] // the list of metrics
+    pub(crate) fn new(node: &str) -> prometheus::Result<Self> {
+        let registry = Registry::new();
+        let make = Maker { registry: &registry, node };
+        let metrics = Self {
+            device_info: make.gauges(
+                "highwater_device_info",
+                "What a device is: always 1.",
+                &["device", "uuid", "product", "partition", "driver"],
+            )?,
+            device_up: make.gauges(
+                "highwater_device_up",
+                "Whether the device is wholly measured: 1, else 0.",
+                DEVICE,
+            )?,
+            device_capacity: make.gauges("highwater_device_capacity_bytes", "Memory of the device.", DEVICE)?,
+            device_memory: make.gauges(
+                "highwater_device_memory_bytes",
+                "Memory of the device by who has it; the buckets add up to the capacity. What no process explains is signed.",
+                &["device", "bucket"],
+            )?,
+            device_usage: make.float_gauges(
+                "highwater_device_usage_ratio",
+                "Memory in use of what can be used: the ratio that breakers look at.",
+                DEVICE,
+            )?,
+            device_level: make.gauges(
+                "highwater_device_level",
+                "Level of the device's breaker: 0 Normal, 1 Warning, 2 Critical, 3 Emergency.",
+                &["device", "mode"],
+            )?,
+            device_unusual: make.gauges(
+                "highwater_device_unattributed_bytes",
+                "Memory that no process explains, beyond what is normal.",
+                DEVICE,
+            )?,
+            device_errors: make.counters(
+                "highwater_device_errors_total",
+                "Calls about the device that the driver refused.",
+                &["device", "error"],
+            )?,
+            device_torn: make.counters(
+                "highwater_device_torn_samples_total",
+                "Samples whose numbers may not fit together, however often they were taken again.",
+                DEVICE,
+            )?,
+            pod_used: make.gauges(
+                "highwater_pod_memory_used_bytes",
+                "Memory that a pod holds on a device, contexts included.",
+                POD,
+            )?,
+            pod_limit: make.gauges(
+                "highwater_pod_memory_limit_bytes",
+                "Memory that a pod may have on a device.",
+                POD,
+            )?,
+            pod_due: make.gauges(
+                "highwater_pod_memory_due_bytes",
+                "Memory that a pod is owed on a device: its guarantee, else its limit.",
+                POD,
+            )?,
+            pod_strength: make.gauges(
+                "highwater_pod_strength_info",
+                "How firmly a pod's quota is enforced on a device: always 1.",
+                &["namespace", "pod", "device", "strength"],
+            )?,
+            pod_host_oom: make.counters(
+                "highwater_pod_host_oom_kills_total",
+                "Containers that the host's kernel killed for lack of host memory, which is not GPU memory.",
+                &["namespace", "pod"],
+            )?,
+            plan_age: make.float_gauges(
+                "highwater_plan_age_seconds",
+                "Time since the API server last confirmed the plan.",
+                &[],
+            )?,
+            api_age: make.float_gauges(
+                "highwater_api_contact_age_seconds",
+                "Time since the API server was last heard.",
+                &[],
+            )?,
+            pod_resources_age: make.float_gauges(
+                "highwater_pod_resources_age_seconds",
+                "Time since the kubelet last said which pod has which device.",
+                &[],
+            )?,
+            incidents: make.gauges("highwater_incidents_open", "Incidents of this node that are not closed.", &[])?,
+            signals: make.counters(
+                "highwater_signals_total",
+                "Pressure files, by whether they could be written.",
+                &["outcome"],
+            )?,
+            samples: make.counter("highwater_samples_total", "Rounds in which all devices were sampled.")?,
+            dropped: make.counter(
+                "highwater_samples_dropped_total",
+                "Rounds thrown away because the agent did not keep up.",
+            )?,
+            duration: make.histogram("highwater_sample_duration_seconds", "Time to sample all devices.")?,
+            lateness: make.histogram(
+                "highwater_sample_lateness_seconds",
+                "How much later than planned a round of samples began.",
+            )?,
+            registry: Registry::new(),
+        };
+        Ok(Self { registry, ..metrics })
+    }
+
+    /// Notes a round of samples.
+    pub(crate) fn sampled(&self, took: Duration, late: Duration) {
+        self.samples.inc();
+        self.duration.observe(took.as_secs_f64());
+        self.lateness.observe(late.as_secs_f64());
+    }
+
+    /// The text of all metrics.
+    pub(crate) fn render(&self, devices: &[(Device, Rules)], driver: &str, gauges: Gauges) -> String {
+        self.clear();
+        for (device, rules) in devices {
+            self.show_device(device, rules, driver);
+            for tenant in &rules.tenants {
+                let facts = &tenant.pod.facts;
+                let pod = [facts.namespace.as_str(), facts.name.as_str(), device.label.as_str()];
+                set(&self.pod_used, &pod, tenant.used);
+                set(&self.pod_limit, &pod, tenant.quota().map(|quota| quota.limit));
+                set(&self.pod_due, &pod, tenant.due());
+                let [namespace, name, label] = pod;
+                let strength = format!("{:?}", Strength::Observe);
+                set(&self.pod_strength, &[namespace, name, label, &strength], Some(1));
+                // Of a pod on several devices, each sets the same.
+                let kills = self.pod_host_oom.with_label_values(&[namespace, name]);
+                kills.reset();
+                kills.inc_by(tenant.pod.host_oom_kills);
+            }
+        }
+        for (gauge, age) in [
+            (&self.plan_age, gauges.plan_age),
+            (&self.api_age, gauges.api_contact_age),
+            (&self.pod_resources_age, gauges.pod_resources_age),
+        ] {
+            gauge.reset();
+            if let Some(age) = age {
+                gauge.with_label_values::<&str>(&[]).set(age.as_secs_f64());
+            }
+        }
+        set(&self.incidents, &[], u64::try_from(gauges.incidents_open).ok());
+        self.signals.with_label_values(&["written"]).inc_by(gauges.signals_written);
+        self.signals.with_label_values(&["failed"]).inc_by(gauges.signals_failed);
+        TextEncoder::new().encode_to_string(&self.registry.gather()).unwrap_or_default()
+    }
+
+    fn show_device(&self, device: &Device, rules: &Rules, driver: &str) {
+        let label = device.label.as_str();
+        let partition = format!("{:?}", device.partition());
+        set(&self.device_info, &[label, &device.uuid, &device.info.product, &partition, driver], Some(1));
+        set(&self.device_up, &[label], Some(u64::from(device.fault.is_none() && device.is_sampled())));
+        let ledger = &device.ledger;
+        set(&self.device_capacity, &[label], ledger.total);
+        let known = ledger.total.is_some();
+        for (bucket, bytes) in [
+            ("driver_reserved", ledger.driver_reserved),
+            ("pods", ledger.pods),
+            ("foreign", ledger.foreign),
+            ("zombie", ledger.zombie),
+            ("ballast", known.then_some(ledger.ballast)),
+            ("leased", known.then_some(ledger.leased)),
+            ("free", ledger.free),
+        ] {
+            set(&self.device_memory, &[label, bucket], bytes);
+        }
+        if let Some(bytes) = ledger.unexplained {
+            self.device_memory.with_label_values(&[label, "unexplained"]).set(bytes);
+            set(&self.device_unusual, &[label], Some(ledger.unusual()));
+        }
+        if let Some(share) = ledger.level {
+            self.device_usage.with_label_values(&[label]).set(float(share.used) / float(share.of));
+        }
+        for layer in rules.layers.iter().filter(|layer| layer.breaker.is_some()) {
+            let mode = match layer.mode {
+                Mode::Enforce => "Enforce",
+                Mode::DryRun => "DryRun",
+                Mode::Observe => "Observe",
+            };
+            let level = Level::ALL.iter().position(|level| *level == layer.state.level);
+            set(&self.device_level, &[label, mode], level.and_then(|level| u64::try_from(level).ok()));
+        }
+        for (class, count) in ErrorClass::ALL.iter().zip(device.errors) {
+            self.device_errors.with_label_values(&[label, class.as_str()]).inc_by(count);
+        }
+        self.device_torn.with_label_values(&[label]).inc_by(device.torn);
+    }
+
+    /// Forgets every series that stands for something that may be gone.
+    fn clear(&self) {
+        for gauges in [
+            &self.device_info,
+            &self.device_up,
+            &self.device_capacity,
+            &self.device_memory,
+            &self.device_level,
+            &self.device_unusual,
+            &self.pod_used,
+            &self.pod_limit,
+            &self.pod_due,
+            &self.pod_strength,
+        ] {
+            gauges.reset();
+        }
+        self.device_usage.reset();
+        for counters in [&self.device_errors, &self.device_torn, &self.pod_host_oom, &self.signals] {
+            counters.reset();
+        }
+    }
+}
+
+fn set(gauges: &IntGaugeVec, labels: &[&str], value: Option<u64>) {
+    if let Some(value) = value {
+        gauges.with_label_values(labels).set(i64::try_from(value).unwrap_or(i64::MAX));
+    }
+}
+
+/// A number as floating point, exact up to 2^53.
+fn float(bytes: u64) -> f64 {
+    let part = |bits: u64| f64::from(u32::try_from(bits & u64::from(u32::MAX)).unwrap_or(u32::MAX));
+    part(bytes >> 32) * 4_294_967_296.0 + part(bytes)
+}
+
+/// Makes and registers metrics.
+struct Maker<'a> {
+    registry: &'a Registry,
+    node: &'a str,
+}
+
+impl Maker<'_> {
+    fn opts(&self, name: &str, help: &str) -> Opts {
+        Opts::new(name, help).const_label("node", self.node)
+    }
+
+    fn register<M: Clone + prometheus::core::Collector + 'static>(&self, metric: M) -> prometheus::Result<M> {
+        self.registry.register(Box::new(metric.clone()))?;
+        Ok(metric)
+    }
+
+    fn gauges(&self, name: &str, help: &str, labels: &[&str]) -> prometheus::Result<IntGaugeVec> {
+        self.register(IntGaugeVec::new(self.opts(name, help), labels)?)
+    }
+
+    fn float_gauges(&self, name: &str, help: &str, labels: &[&str]) -> prometheus::Result<GaugeVec> {
+        self.register(GaugeVec::new(self.opts(name, help), labels)?)
+    }
+
+    fn counters(&self, name: &str, help: &str, labels: &[&str]) -> prometheus::Result<IntCounterVec> {
+        self.register(IntCounterVec::new(self.opts(name, help), labels)?)
+    }
+
+    fn counter(&self, name: &str, help: &str) -> prometheus::Result<IntCounter> {
+        self.register(IntCounter::with_opts(self.opts(name, help))?)
+    }
+
+    fn histogram(&self, name: &str, help: &str) -> prometheus::Result<Histogram> {
+        const BUCKETS: [f64; 12] =
+            [0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0];
+        let opts = HistogramOpts::from(self.opts(name, help)).buckets(BUCKETS.to_vec());
+        self.register(Histogram::with_opts(opts)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn large_numbers_become_floats_exactly() {
+        for bytes in [0, 1, u64::from(u32::MAX), 1 << 32, 151_397_597_184] {
+            assert_eq!(format!("{:.0}", float(bytes)), bytes.to_string());
+        }
+    }
+
+    #[test]
+    fn metrics_name_the_node_and_nothing_unknown() {
+        let metrics = Metrics::new("n1").unwrap();
+        metrics.sampled(Duration::from_millis(1), Duration::ZERO);
+        let text = metrics.render(&[], "580", Gauges::default());
+        assert!(text.contains("highwater_samples_total{node=\"n1\"} 1"), "{text}");
+        assert!(text.contains("highwater_incidents_open{node=\"n1\"} 0"), "{text}");
+        assert!(!text.contains("highwater_api_contact_age_seconds{"), "{text}");
+    }
+}

@@ -1,0 +1,185 @@
+//! The node's `GpuMemoryNode`: created with an empty plan, status written on change only.
+
+use highwater_crds::{GpuMemoryNode, GpuMemoryNodeStatus, HeadroomBand, names::manager};
+use highwater_policy::{node_status, time::Millis};
+use kube::{
+    Api, Client, Resource,
+    api::{Patch, PatchParams},
+};
+use serde_json::json;
+
+use super::{Attempt, Job};
+
+/// Least time between two writes that say something urgent, in milliseconds.
+const URGENT: u64 = 500;
+/// Least time between two writes of which the later only counts anew, in milliseconds.
+const UNHURRIED: u64 = 10_000;
+/// For so long after a write what the watch shows may be older than that write, in milliseconds.
+const ECHO: u64 = 5_000;
+
+/// Creates the object, owned by the Node so that it is collected with it.
+pub(super) async fn create(client: &Client, node: &str, owner: &str) -> kube::Result<GpuMemoryNode> {
+    let api: Api<GpuMemoryNode> = Api::all(client.clone());
+    let patch = json!({
+        "apiVersion": GpuMemoryNode::api_version(&()),
+        "kind": GpuMemoryNode::kind(&()),
+        "metadata": {
+            "name": node,
+            "ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": node, "uid": owner}],
+        },
+        "spec": {},
+    });
+    api.patch(node, &PatchParams::apply(manager::AGENT_NODE).force(), &Patch::Apply(patch)).await
+}
+
+/// Writes the status.
+pub(super) async fn write(
+    client: &Client,
+    node: &str,
+    status: &GpuMemoryNodeStatus,
+) -> kube::Result<GpuMemoryNode> {
+    let api: Api<GpuMemoryNode> = Api::all(client.clone());
+    let patch = json!({
+        "apiVersion": GpuMemoryNode::api_version(&()),
+        "kind": GpuMemoryNode::kind(&()),
+        "status": status,
+    });
+    api.patch_status(node, &PatchParams::apply(manager::AGENT_NODE).force(), &Patch::Apply(patch)).await
+}
+
+/// Decides when the status is written.
+#[derive(Debug, Default)]
+pub(crate) struct NodeWriter {
+    stored: Option<GpuMemoryNodeStatus>,
+    written_at: Option<Millis>,
+    attempt: Attempt,
+}
+
+impl NodeWriter {
+    /// The watch shows this object; `None`: there is none.
+    pub(crate) fn seen(&mut self, object: Option<&GpuMemoryNode>, now: Millis) {
+        if object.is_none() || self.written_at.is_none_or(|at| now.since(at) > ECHO) {
+            self.stored = object.and_then(|object| object.status.clone());
+        }
+    }
+
+    /// What is stored: the base on which conditions keep their times.
+    pub(crate) fn stored(&self) -> Option<&GpuMemoryNodeStatus> {
+        self.stored.as_ref()
+    }
+
+    /// The object does not exist: creates it.
+    pub(crate) fn create(&mut self, owner: &str, now: Millis) -> Option<Job> {
+        self.attempt.ready(now).then(|| {
+            self.attempt.start();
+            Job::CreateNode(owner.to_owned())
+        })
+    }
+
+    /// Writes `status` if it differs from what is stored and it is time.
+    pub(crate) fn step(&mut self, status: GpuMemoryNodeStatus, now: Millis) -> Option<Job> {
+        if !self.attempt.ready(now) {
+            return None;
+        }
+        if let Some(stored) = &self.stored {
+            if node_status::same(stored, &status) {
+                return None;
+            }
+            let pause = if node_status::same(&urgent(stored), &urgent(&status)) { UNHURRIED } else { URGENT };
+            if self.written_at.is_some_and(|at| now.since(at) < pause) {
+                return None;
+            }
+        }
+        self.attempt.start();
+        Some(Job::Status(Box::new(status)))
+    }
+
+    /// The object was, or was not, created.
+    pub(crate) fn created(&mut self, written: bool, now: Millis) {
+        self.attempt.done(written, now);
+    }
+
+    /// The status was, or was not, written.
+    pub(crate) fn written(&mut self, status: GpuMemoryNodeStatus, written: bool, now: Millis) {
+        self.attempt.done(written, now);
+        if written {
+            self.stored = Some(status);
+            self.written_at = Some(now);
+        }
+    }
+}
+
+/// A status without what may wait.
+fn urgent(status: &GpuMemoryNodeStatus) -> GpuMemoryNodeStatus {
+    let mut status = status.clone();
+    status.top_pods.clear();
+    for device in &mut status.devices {
+        device.pods = 0;
+        device.over = 0;
+        device.headroom = HeadroomBand::Unknown;
+    }
+    status
+}
+
+#[cfg(test)]
+mod tests {
+    use highwater_crds::Level;
+
+    use super::*;
+
+    fn status(level: Level) -> GpuMemoryNodeStatus {
+        GpuMemoryNodeStatus { level: Some(level), ..GpuMemoryNodeStatus::default() }
+    }
+
+    #[test]
+    fn d18_what_is_stored_is_not_written_again() {
+        let mut writer = NodeWriter::default();
+        assert!(writer.step(status(Level::Normal), Millis(0)).is_some());
+        assert!(writer.step(status(Level::Normal), Millis(0)).is_none(), "one at a time");
+        writer.written(status(Level::Normal), true, Millis(100));
+        for now in [200, 60_000, 6_000_000] {
+            assert!(writer.step(status(Level::Normal), Millis(now)).is_none());
+        }
+        assert!(writer.step(status(Level::Critical), Millis(7_000_000)).is_some());
+    }
+
+    #[test]
+    fn a_restart_writes_nothing_that_is_there_already() {
+        let mut writer = NodeWriter::default();
+        let mut object = GpuMemoryNode::new("n", highwater_crds::GpuMemoryNodeSpec::default());
+        object.status = Some(status(Level::Normal));
+        writer.seen(Some(&object), Millis(0));
+        assert!(writer.step(status(Level::Normal), Millis(1)).is_none());
+    }
+
+    #[test]
+    fn counts_wait_and_levels_do_not() {
+        let mut writer = NodeWriter::default();
+        writer.written(status(Level::Normal), true, Millis(0));
+        let counted = GpuMemoryNodeStatus {
+            top_pods: vec![highwater_crds::TopPod {
+                namespace: "a".into(),
+                name: "b".into(),
+                device: "c".into(),
+                due: highwater_crds::ByteSize(1),
+            }],
+            ..status(Level::Normal)
+        };
+        assert!(writer.step(counted.clone(), Millis(9_999)).is_none());
+        assert!(writer.step(counted, Millis(10_000)).is_some());
+        writer.created(true, Millis(10_000));
+        assert!(writer.step(status(Level::Critical), Millis(10_001)).is_some());
+    }
+
+    #[test]
+    fn an_older_echo_of_the_watch_is_not_taken_for_a_change() {
+        let mut writer = NodeWriter::default();
+        writer.written(status(Level::Critical), true, Millis(0));
+        let mut echo = GpuMemoryNode::new("n", highwater_crds::GpuMemoryNodeSpec::default());
+        echo.status = Some(status(Level::Normal));
+        writer.seen(Some(&echo), Millis(100));
+        assert!(writer.step(status(Level::Critical), Millis(600)).is_none());
+        writer.seen(Some(&echo), Millis(6_000));
+        assert!(writer.step(status(Level::Critical), Millis(6_001)).is_some(), "somebody else changed it");
+    }
+}

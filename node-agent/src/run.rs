@@ -1,0 +1,164 @@
+//! Wires the agent together and runs its loop until it is told to end.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, bail};
+use jiff::Timestamp;
+use kube::{Client, Config};
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::{Notify, mpsc, watch},
+    task::JoinSet,
+    time::{MissedTickBehavior, interval},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::info;
+
+use crate::{
+    args::Args,
+    engine::Engine,
+    evidence,
+    http::{self, Ask},
+    pod_resources::{self, Snapshot},
+    publish::Publisher,
+    sampler::{Report, Sampler, Settings},
+    signal::Signals,
+    watch as api,
+    world::WorldChange,
+};
+
+/// Reports that may wait. A round of samples that finds no room is dropped.
+const REPORTS: usize = 64;
+/// Time between two looks at what no event tells.
+const TICK: Duration = Duration::from_millis(250);
+
+/// Runs the agent.
+///
+/// # Errors
+/// Fails when the API server's address is not known, when an address cannot be bound, or when a
+/// part that ought to run for ever ended.
+pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
+    let Args {
+        node_name,
+        namespace,
+        sample_interval_milliseconds,
+        driver_library,
+        pod_resources_socket,
+        kubelet_root,
+        state_dir,
+        listen,
+        proc_root,
+    } = args;
+    info!(node = node_name, version = env!("CARGO_PKG_VERSION"), "the agent starts");
+    let config = Config::infer().await.context("finding the API server: run in a pod, or set KUBECONFIG")?;
+    let client = Client::try_from(config).context("making a client of the API server")?;
+
+    let (done_send, mut done) = mpsc::unbounded_channel();
+    let publisher = Publisher::new(client.clone(), &node_name, done_send);
+    let signals = Signals::new(kubelet_root);
+    let clock = || (Instant::now(), Timestamp::now());
+    let submit = move |job| publisher.submit(job);
+    let mut engine = Engine::new(clock, &node_name, &namespace, &state_dir, signals, submit)
+        .context("registering metrics")?;
+
+    let mut tasks = JoinSet::new();
+    let (changes_send, mut changes) = mpsc::unbounded_channel();
+    api::start(&client, &node_name, &changes_send, &mut tasks);
+
+    let cancelled = CancellationToken::new();
+    let pods_changed = Arc::new(Notify::new());
+    let (resources_send, mut resources) = watch::channel(Snapshot::default());
+    let asking = pod_resources::run(
+        pod_resources_socket,
+        Arc::clone(&pods_changed),
+        resources_send,
+        cancelled.clone(),
+    );
+    tasks.spawn(async {
+        asking.await;
+        "pod resources"
+    });
+
+    let (asks_send, mut asks) = mpsc::channel(16);
+    let server = http::serve(listen, asks_send);
+    let mut server = std::pin::pin!(server);
+
+    let (reports_send, mut reports) = mpsc::channel(REPORTS);
+    let settings = Settings {
+        interval: Duration::from_millis(sample_interval_milliseconds.into()),
+        library: driver_library,
+        proc_root: proc_root.clone(),
+    };
+    let (dropped_send, mut dropped) = mpsc::channel(REPORTS);
+    let sampler = Sampler::start(settings, move |report| deliver(&reports_send, &dropped_send, report));
+
+    let mut terminate = signal(SignalKind::terminate()).context("waiting for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("waiting for SIGINT")?;
+    let mut looking = JoinSet::new();
+    let mut tick = interval(TICK);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            biased;
+            _ = terminate.recv() => break,
+            _ = interrupt.recv() => break,
+            Some(report) = reports.recv() => engine.report(report),
+            Some(done) = done.recv() => engine.done(done),
+            Some(change) = changes.recv() => {
+                if matches!(change, WorldChange::Pod(_)) {
+                    pods_changed.notify_one();
+                }
+                engine.world(change);
+                sampler.stand_down(engine.stands_down());
+            }
+            Ok(()) = resources.changed() => engine.resources(resources.borrow_and_update().clone()),
+            Some(ask) = asks.recv() => answer(&engine, ask),
+            Some(()) = dropped.recv() => engine.dropped(),
+            _ = tick.tick() => {
+                let (unresponsive, blocked) = sampler.watch();
+                engine.tick(&unresponsive, blocked);
+                if engine.seeks_evidence() {
+                    let proc_root = proc_root.clone();
+                    looking.spawn_blocking(move || evidence::look(&proc_root));
+                }
+            }
+            Some(Ok(users)) = looking.join_next() => engine.found(users),
+            ended = tasks.join_next() => bail!("a part of the agent ended: {ended:?}"),
+            end = &mut server => {
+                end.with_context(|| format!("serving on {listen}"))?;
+                bail!("the HTTP server ended");
+            }
+        }
+    }
+    info!("told to end");
+    cancelled.cancel();
+    sampler.stop();
+    Ok(())
+}
+
+/// Hands a report to the loop. Never blocks: a round of samples for which there is no room is
+/// worth nothing by the time that there is.
+fn deliver(reports: &mpsc::Sender<Report>, dropped: &mpsc::Sender<()>, report: Report) {
+    match report {
+        Report::Pass(_) => {
+            if reports.try_send(report).is_err() {
+                // Counted as far as there is room to count.
+                let _ = dropped.try_send(());
+            }
+        }
+        // The loop ended: so will this thread.
+        report => drop(reports.blocking_send(report)),
+    }
+}
+
+fn answer(engine: &Engine, ask: Ask) {
+    // Whoever asked may have gone.
+    match ask {
+        Ask::Metrics(to) => drop(to.send(engine.render())),
+        Ask::Health(to) => drop(to.send(engine.health())),
+        Ask::Ready(to) => drop(to.send(engine.ready())),
+    }
+}
