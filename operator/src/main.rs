@@ -1,2 +1,33 @@
-//! Placeholder.
-fn main() {}
+//! Highwater's operator: plans for the nodes, decisions about incidents, taints.
+
+mod args;
+mod claims;
+mod cleanup;
+mod context;
+mod error;
+mod events;
+mod http;
+mod incident_controller;
+mod leader;
+mod metrics;
+mod node_controller;
+mod policy_controller;
+mod queue;
+mod run;
+mod watch;
+mod written;
+
+use std::io::IsTerminal;
+
+use clap::Parser;
+
+#[tokio::main(worker_threads = 2)]
+async fn main() -> anyhow::Result<()> {
+    let args = args::Args::parse();
+    let colours = std::io::stdout().is_terminal();
+    tracing_subscriber::fmt().with_env_filter(args.log_filter()?).with_ansi(colours).init();
+    match args.command.unwrap_or_default() {
+        args::Command::Run => run::run(args.settings).await,
+        args::Command::Cleanup => cleanup::cleanup(args.settings).await,
+    }
+}

@@ -1,0 +1,70 @@
+//! What can go wrong while reconciling.
+
+use highwater_policy::budget::LedgerError;
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error("failed to {what}: {source}")]
+    Api {
+        what: &'static str,
+        #[source]
+        source: Box<kube::Error>,
+    },
+    #[error("failed to {what}: no answer within {seconds} s")]
+    Timeout { what: &'static str, seconds: u64 },
+    #[error(transparent)]
+    Ledger(#[from] LedgerError),
+    #[error("another leader has moved on; looking again")]
+    Overtaken,
+    #[error("not the leader")]
+    NotLeader,
+}
+
+impl Error {
+    /// A label for metrics, of few values.
+    pub(crate) fn category(&self) -> &'static str {
+        match self {
+            Self::Api { source, .. } => match code(source) {
+                Some(403) => "forbidden",
+                Some(404) => "not_found",
+                Some(409) => "conflict",
+                Some(422) => "invalid",
+                Some(429) => "throttled",
+                Some(_) => "api",
+                None => "connection",
+            },
+            Self::Timeout { .. } => "timeout",
+            Self::Ledger(_) => "ledger",
+            Self::Overtaken => "overtaken",
+            Self::NotLeader => "not_leader",
+        }
+    }
+
+    /// Part of ordinary life: nothing is wrong.
+    pub(crate) fn is_ordinary(&self) -> bool {
+        matches!(self, Self::Overtaken | Self::NotLeader)
+            || matches!(self, Self::Api { source, .. } if matches!(code(source), Some(404 | 409)))
+    }
+}
+
+/// The HTTP status of an answer of the API server.
+pub(crate) fn code(error: &kube::Error) -> Option<u16> {
+    match error {
+        kube::Error::Api(status) => Some(status.code),
+        _ => None,
+    }
+}
+
+/// Waits at most this long for any one answer of the API server.
+pub(crate) const CALL_SECONDS: u64 = 10;
+
+/// Makes a call to the API server with a bound on its time and a name for its failure.
+pub(crate) async fn call<T>(
+    what: &'static str,
+    request: impl Future<Output = kube::Result<T>> + Send,
+) -> Result<T, Error> {
+    match tokio::time::timeout(std::time::Duration::from_secs(CALL_SECONDS), request).await {
+        Ok(answer) => answer.map_err(|source| Error::Api { what, source: Box::new(source) }),
+        Err(_) => Err(Error::Timeout { what, seconds: CALL_SECONDS }),
+    }
+}

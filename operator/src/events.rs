@@ -1,0 +1,89 @@
+//! Events on pods and incidents. They are sent beside the reconciliation, which never waits for
+//! them; what cannot be sent is counted.
+
+use highwater_crds::{Decision, DecisionState, GpuMemoryIncident, names};
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::{
+    Client, Resource,
+    runtime::events::{Event, EventType, Recorder, Reporter},
+};
+use tokio::sync::mpsc;
+use tracing::debug;
+
+use crate::{error::call, metrics::Metrics};
+
+/// Most Events that wait to be sent.
+const WAITING: usize = 256;
+
+type Message = (Event, ObjectReference);
+
+/// Where to hand in Events.
+#[derive(Clone)]
+pub(crate) struct Events(mpsc::Sender<Message>);
+
+impl Events {
+    pub(crate) fn new() -> (Self, mpsc::Receiver<Message>) {
+        let (sender, receiver) = mpsc::channel(WAITING);
+        (Self(sender), receiver)
+    }
+
+    /// Tells of a decision, on the incident and on its pod.
+    pub(crate) fn decided(&self, incident: &GpuMemoryIncident, decision: &Decision) {
+        let reference = incident.object_ref(&());
+        let event = |secondary| Event {
+            type_: match decision.state {
+                DecisionState::Verifying | DecisionState::Failed => EventType::Warning,
+                _ => EventType::Normal,
+            },
+            reason: decision.reason.clone(),
+            note: Some(note(incident, decision)),
+            action: format!("{:?}", decision.state),
+            secondary,
+        };
+        self.send(event(None), reference.clone());
+        if let Some(subject) = &incident.spec.subject {
+            let pod = ObjectReference {
+                api_version: Some("v1".to_owned()),
+                kind: Some("Pod".to_owned()),
+                namespace: Some(subject.namespace.clone()),
+                name: Some(subject.name.clone()),
+                uid: Some(subject.uid.clone()),
+                ..ObjectReference::default()
+            };
+            self.send(event(Some(reference)), pod);
+        }
+    }
+
+    fn send(&self, event: Event, about: ObjectReference) {
+        if self.0.try_send((event, about)).is_err() {
+            debug!("an Event was dropped: too many are waiting");
+        }
+    }
+}
+
+fn note(incident: &GpuMemoryIncident, decision: &Decision) -> String {
+    let spec = &incident.spec;
+    let text = format!(
+        "{:?} of {:?} on device {} by policy {}: {}",
+        spec.proposed.action, spec.kind, spec.device, spec.policy, decision.message
+    );
+    text.chars().take(1000).collect() // an Event takes 1 kB
+}
+
+/// Sends what is handed in.
+pub(crate) async fn publish(
+    client: Client,
+    identity: String,
+    metrics: Metrics,
+    mut messages: mpsc::Receiver<Message>,
+) -> anyhow::Result<()> {
+    let reporter = Reporter { controller: names::OPERATOR_COMPONENT.to_owned(), instance: Some(identity) };
+    let recorder = Recorder::new(client, reporter);
+    while let Some((event, about)) = messages.recv().await {
+        if let Err(error) = call("publish an Event", recorder.publish(&event, &about)).await {
+            metrics.reconcile_errors.with_label_values(&["events", error.category()]).inc();
+            debug!(%error, "an Event was not sent");
+        }
+    }
+    anyhow::bail!("nobody hands in Events any more")
+}

@@ -1,0 +1,79 @@
+//! Decides about incidents and acts on them.
+//!
+//! 1. dereference: everything that is known now (one read of the pod), 2. decide (pure),
+//! 3. act: token, `Approved`, eviction, 4. record. On the way from a new incident to its eviction
+//!    there is no call but these.
+
+mod act;
+mod budget;
+mod collect;
+mod dereference;
+mod evict;
+mod record;
+mod workload;
+
+use std::{sync::Arc, time::Duration};
+
+use highwater_crds::DecisionState;
+use highwater_policy::remediation::{BUDGET_EXHAUSTED, Particulars, Step, decide};
+use jiff::{SignedDuration, Timestamp};
+use tokio_util::sync::CancellationToken;
+
+pub(crate) use budget::Reservations;
+pub(crate) use collect::collect_finished;
+
+use crate::{
+    context::{Context, Key},
+    error::Error,
+    queue::{Again, drain},
+};
+
+/// Most incidents that are looked at at once.
+const WIDTH: usize = 16;
+
+/// Works on incidents while this replica leads.
+pub(crate) async fn run(ctx: Arc<Context>, stop: CancellationToken) {
+    let queue = Arc::clone(&ctx.signals.incidents);
+    drain(queue, WIDTH, stop, |key: Key| {
+        let ctx = Arc::clone(&ctx);
+        async move {
+            match reconcile(&ctx, &key).await {
+                Ok(again) => again,
+                Err(error) => ctx.failed("incident", &format!("{}/{}", key.0, key.1), &error),
+            }
+        }
+    })
+    .await;
+}
+
+async fn reconcile(ctx: &Context, key: &Key) -> Result<Again, Error> {
+    ctx.leader.check()?;
+    let Some(mut scene) = dereference::dereference(ctx, key).await? else {
+        ctx.claims.release(key);
+        ctx.written.forget(key);
+        return Ok(Again::OnChange);
+    };
+    let now = Timestamp::now();
+    match decide(&scene.view(), now) {
+        Step::Rest(wait) => Ok(after(wait)),
+        Step::Record(verdict, wait) => {
+            let particulars = Particulars {
+                workload: scene.workload_name(),
+                budgets: match &scene.refusal {
+                    Some(refusal) if verdict.reason == BUDGET_EXHAUSTED => refusal.said.clone(),
+                    _ => Vec::new(),
+                },
+                evicted_at: (verdict.state == DecisionState::Verifying).then_some(now),
+            };
+            record::record(ctx, &mut scene, verdict, particulars).await?;
+            Ok(after(wait))
+        }
+        Step::Observe(verdict) => act::observe(ctx, &mut scene, verdict).await,
+        Step::Rehearse => act::rehearse(ctx, &mut scene).await,
+        Step::Act => act::act(ctx, &mut scene).await,
+    }
+}
+
+fn after(wait: Option<SignedDuration>) -> Again {
+    wait.map_or(Again::OnChange, |wait| Again::After(Duration::try_from(wait).unwrap_or_default()))
+}
