@@ -1,0 +1,333 @@
+//! Every metric that the agent and the operator export: the reference page is made from this
+//! table, dashboard and alerts may use no other name, and a check holds it against the code.
+
+use std::{collections::BTreeSet, fmt::Write as _, fs, path::Path};
+
+use anyhow::{Context, Result};
+
+/// Who exports a metric.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Component {
+    /// The agent, port 9440.
+    Agent,
+    /// The operator, port 9441.
+    Operator,
+}
+
+/// How a metric behaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Goes up and down.
+    Gauge,
+    /// Only goes up.
+    Counter,
+    /// `_bucket`, `_sum` and `_count` series.
+    Histogram,
+}
+
+/// One metric.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Metric {
+    pub(crate) component: Component,
+    pub(crate) name: &'static str,
+    pub(crate) kind: Kind,
+    /// Labels beside `node`, which every metric of the agent has.
+    pub(crate) labels: &'static [&'static str],
+    pub(crate) meaning: &'static str,
+}
+
+const fn agent(
+    name: &'static str,
+    kind: Kind,
+    labels: &'static [&'static str],
+    meaning: &'static str,
+) -> Metric {
+    Metric { component: Component::Agent, name, kind, labels, meaning }
+}
+
+const fn operator(
+    name: &'static str,
+    kind: Kind,
+    labels: &'static [&'static str],
+    meaning: &'static str,
+) -> Metric {
+    Metric { component: Component::Operator, name, kind, labels, meaning }
+}
+
+const POD: &[&str] = &["namespace", "pod", "device"];
+
+/// The metrics, in the order of the reference page.
+pub(crate) const ALL: &[Metric] = &[
+    agent(
+        "highwater_device_info",
+        Kind::Gauge,
+        &["device", "uuid", "product", "partition", "driver"],
+        "Always 1. Join it by `node` and `device` for what a device is.",
+    ),
+    agent(
+        "highwater_device_up",
+        Kind::Gauge,
+        &["device"],
+        "1 while the device is measured, 0 while the driver does not answer for it.",
+    ),
+    agent("highwater_device_capacity_bytes", Kind::Gauge, &["device"], "Memory of the device."),
+    agent(
+        "highwater_device_memory_bytes",
+        Kind::Gauge,
+        &["device", "bucket"],
+        "The ledger. The buckets `pods`, `foreign` (processes of no pod), `zombie` (held for a process that is gone), `unexplained` (no process accounts for it), `driver_reserved`, `ballast`, `leased` and `free` add up to the capacity.",
+    ),
+    agent(
+        "highwater_device_usage_ratio",
+        Kind::Gauge,
+        &["device"],
+        "The level that breakers look at: used over usable memory, declared parts left out.",
+    ),
+    agent(
+        "highwater_device_level",
+        Kind::Gauge,
+        &["device", "mode"],
+        "0 Normal, 1 Warning, 2 Critical, 3 Emergency, by the breaker of each mode.",
+    ),
+    agent(
+        "highwater_device_unattributed_bytes",
+        Kind::Gauge,
+        &["device"],
+        "Memory that no process explains, beyond what is normal for the driver.",
+    ),
+    agent(
+        "highwater_device_errors_total",
+        Kind::Counter,
+        &["device", "error"],
+        "Driver errors while measuring.",
+    ),
+    agent(
+        "highwater_device_torn_samples_total",
+        Kind::Counter,
+        &["device"],
+        "Samples whose numbers may not fit together because memory moved, however often they were taken again.",
+    ),
+    agent(
+        "highwater_pod_memory_used_bytes",
+        Kind::Gauge,
+        POD,
+        "What the pod holds on the device, all containers and contexts. 0 from admission on; gone with the pod.",
+    ),
+    agent(
+        "highwater_pod_memory_limit_bytes",
+        Kind::Gauge,
+        POD,
+        "The pod's limit on the device. Absent without a quota.",
+    ),
+    agent(
+        "highwater_pod_memory_due_bytes",
+        Kind::Gauge,
+        POD,
+        "What the pod is owed: its guarantee, else its limit.",
+    ),
+    agent(
+        "highwater_pod_host_oom_kills_total",
+        Kind::Counter,
+        &["namespace", "pod"],
+        "Containers of the pod that the kernel killed for host memory. These are no GPU fault.",
+    ),
+    agent(
+        "highwater_pod_strength_info",
+        Kind::Gauge,
+        &["namespace", "pod", "device", "strength"],
+        "Always 1. How firmly the pod's quota is enforced.",
+    ),
+    agent(
+        "highwater_sample_duration_seconds",
+        Kind::Histogram,
+        &[],
+        "Time that one round over all devices took.",
+    ),
+    agent("highwater_samples_total", Kind::Counter, &[], "Rounds taken."),
+    agent(
+        "highwater_samples_dropped_total",
+        Kind::Counter,
+        &[],
+        "Rounds thrown away because the agent did not keep up.",
+    ),
+    agent(
+        "highwater_sample_lateness_seconds",
+        Kind::Histogram,
+        &[],
+        "How much later than planned a round began.",
+    ),
+    agent(
+        "highwater_signals_total",
+        Kind::Counter,
+        &["outcome"],
+        "Pressure files, by whether they could be `written` or `failed`.",
+    ),
+    agent(
+        "highwater_plan_age_seconds",
+        Kind::Gauge,
+        &[],
+        "Time since the API server last confirmed the plan.",
+    ),
+    agent("highwater_api_contact_age_seconds", Kind::Gauge, &[], "Time since the API server last answered."),
+    agent(
+        "highwater_pod_resources_age_seconds",
+        Kind::Gauge,
+        &[],
+        "Time since the kubelet last said which pod has which device.",
+    ),
+    agent("highwater_incidents_open", Kind::Gauge, &[], "Incidents of this node without a final decision."),
+    operator("highwater_operator_leader", Kind::Gauge, &[], "1 on the replica that leads."),
+    operator(
+        "highwater_incident_decisions_total",
+        Kind::Counter,
+        &["state", "reason"],
+        "Decisions written on incidents.",
+    ),
+    operator(
+        "highwater_evictions_total",
+        Kind::Counter,
+        &["outcome"],
+        "Eviction requests by what the API server answered.",
+    ),
+    operator(
+        "highwater_budget_tokens",
+        Kind::Gauge,
+        &["policy"],
+        "Restarts reserved in the current windows, by policy.",
+    ),
+    operator(
+        "highwater_policy_conditions",
+        Kind::Gauge,
+        &["policy", "type", "status"],
+        "1 for the status that the condition of the policy has.",
+    ),
+    operator("highwater_plan_writes_total", Kind::Counter, &[], "Node plans written."),
+    operator(
+        "highwater_plan_compute_seconds",
+        Kind::Histogram,
+        &[],
+        "Time to compute the plans of the fleet.",
+    ),
+    operator(
+        "highwater_reconcile_errors_total",
+        Kind::Counter,
+        &["controller", "category"],
+        "Reconciliations that failed.",
+    ),
+    operator("highwater_watch_errors_total", Kind::Counter, &["kind"], "Watches that were interrupted."),
+    operator("highwater_fleet_halted", Kind::Gauge, &[], "1 while the fleet breaker holds every new act."),
+    operator(
+        "highwater_reaction_seconds",
+        Kind::Histogram,
+        &[],
+        "From the sample that satisfied a hold to the accepted eviction.",
+    ),
+];
+
+/// Where the code names its metrics.
+const SOURCES: [(Component, &str); 2] =
+    [(Component::Agent, "node-agent/src/metrics.rs"), (Component::Operator, "operator/src/metrics.rs")];
+
+/// The reference page.
+pub(crate) fn markdown() -> String {
+    let mut page = String::from(
+        "<!-- Generated from xtask/src/metrics.rs by `cargo xtask generate`. Do not edit. -->\n\
+         # Metrics\n\n\
+         A number that the driver does not give is a missing series, never 0. A pod has one series for each device that\n\
+         it was given, from admission until it ends. Scrape with `honor_labels: true`: `namespace` and `pod` name the\n\
+         measured pod, not the agent.\n",
+    );
+    for (component, title) in [
+        (Component::Agent, "Agent, port 9440, each with the label `node`"),
+        (Component::Operator, "Operator, port 9441"),
+    ] {
+        // Writing to a String cannot fail.
+        let _ = write!(page, "\n## {title}\n\n| name | type | labels | meaning |\n|---|---|---|---|\n");
+        for metric in ALL.iter().filter(|metric| metric.component == component) {
+            let labels: Vec<String> = metric.labels.iter().map(|label| format!("`{label}`")).collect();
+            let kind = match metric.kind {
+                Kind::Gauge => "gauge",
+                Kind::Counter => "counter",
+                Kind::Histogram => "histogram",
+            };
+            let _ =
+                writeln!(page, "| `{}` | {kind} | {} | {} |", metric.name, labels.join(", "), metric.meaning);
+        }
+    }
+    page
+}
+
+/// One message for each metric that only the table or only the code knows.
+pub(crate) fn check(root: &Path) -> Result<Vec<String>> {
+    let mut problems = Vec::new();
+    for (component, source) in SOURCES {
+        let code = fs::read_to_string(root.join(source)).with_context(|| format!("reading {source}"))?;
+        let in_code = names(without_tests(&code));
+        let in_table: BTreeSet<&str> =
+            ALL.iter().filter(|metric| metric.component == component).map(|metric| metric.name).collect();
+        for name in in_code.iter().filter(|name| !in_table.contains(*name)) {
+            problems.push(format!("{name} of {source} is not in xtask/src/metrics.rs"));
+        }
+        for name in in_table.iter().filter(|name| !in_code.contains(*name)) {
+            problems.push(format!("{name} of xtask/src/metrics.rs is not exported by {source}"));
+        }
+    }
+    Ok(problems)
+}
+
+/// One message for each metric name in a query that nothing exports.
+pub(crate) fn unknown_names(query: &str) -> Vec<String> {
+    let known = |name: &str| {
+        ALL.iter().any(|metric| match metric.kind {
+            Kind::Histogram => ["_bucket", "_sum", "_count"]
+                .iter()
+                .any(|suffix| name.strip_suffix(suffix).is_some_and(|base| base == metric.name)),
+            Kind::Gauge | Kind::Counter => metric.name == name,
+        })
+    };
+    names(query).into_iter().filter(|name| !known(name)).map(str::to_owned).collect()
+}
+
+/// Whether a histogram has this name, without the suffix of one of its series.
+pub(crate) fn is_histogram(name: &str) -> bool {
+    ALL.iter().any(|metric| metric.kind == Kind::Histogram && metric.name == name)
+}
+
+/// Every word of a text that begins like one of our metrics.
+fn names(text: &str) -> BTreeSet<&str> {
+    text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'))
+        .filter(|word| word.strip_prefix("highwater_").is_some_and(|rest| !rest.is_empty()))
+        .filter(|word| !["highwater_crds", "highwater_policy", "highwater_gpu"].contains(word))
+        .collect()
+}
+
+fn without_tests(code: &str) -> &str {
+    code.split_once("#[cfg(test)]").map_or(code, |(code, _)| code)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_follow_the_conventions_of_prometheus() {
+        for metric in ALL {
+            let counter = metric.kind == Kind::Counter;
+            assert_eq!(metric.name.ends_with("_total"), counter, "{}", metric.name);
+            assert!(
+                !metric.labels.contains(&"node"),
+                "{}: node is on every series of the agent",
+                metric.name
+            );
+        }
+        let unique: BTreeSet<&str> = ALL.iter().map(|metric| metric.name).collect();
+        assert_eq!(unique.len(), ALL.len());
+    }
+
+    #[test]
+    fn queries_may_name_only_what_is_exported() {
+        assert_eq!(unknown_names("rate(highwater_sample_duration_seconds_bucket[5m])"), Vec::<String>::new());
+        assert_eq!(unknown_names("highwater_sample_duration_seconds"), ["highwater_sample_duration_seconds"]);
+        assert_eq!(unknown_names("sum(highwater_no_such_metric)"), ["highwater_no_such_metric"]);
+    }
+}
