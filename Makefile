@@ -1,0 +1,65 @@
+# Two commands are all that most people need: `make demo` and `make test`. Both want Debian 12 with
+# Rust, Go 1.26 and root, and bring everything else.
+
+export PATH := $(PATH):$(HOME)/.cargo/bin:/usr/local/go/bin
+
+CLUSTER := cargo run --quiet --package highwater-e2e --bin cluster --
+# Arguments of `cluster up`, for instance: make up UP='--nodes 2 --gpus 4'
+UP ?=
+ARGS ?=
+
+.PHONY: help demo test e2e up down images install uninstall status kubectl check generate \
+	bench-agent bench-plan bench-reaction
+
+help: ## Show the targets
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: up install ## Bring up a cluster and watch a pod over its quota being restarted
+	cargo run --quiet --package highwater-scenarios --bin demo
+
+test: ## Everything: format, lints, unit tests, generated files, scenarios on a cluster of their own
+	@hack/test
+
+up: ## Bring up the test cluster, or bring it up to date
+	$(CLUSTER) up $(UP)
+
+down: ## Take the test cluster down
+	$(CLUSTER) down
+
+images: ## Rebuild the product and import the images that changed
+	$(CLUSTER) images
+
+install: ## Install or upgrade the product on the test cluster by its charts
+	$(CLUSTER) install
+
+uninstall: ## Uninstall the product
+	$(CLUSTER) uninstall
+
+status: ## Show the cluster's components
+	$(CLUSTER) status
+
+kubectl: ## kubectl on the test cluster: make kubectl ARGS='get gmp,gmn'
+	@$(CLUSTER) kubectl -- $(ARGS)
+
+e2e: up install ## The scenarios alone, on the cluster that is up
+	cargo test --package highwater-e2e --test '*' -- --ignored --test-threads=1
+	cargo test --package highwater-scenarios --test '*' -- --test-threads=1 $(ARGS)
+
+check: ## What a change must pass before anything else: format, lints, generated files
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	cargo xtask check
+
+generate: ## Write the files that are generated from the code
+	cargo xtask generate
+
+bench-reaction: ## Measure from the sample to the eviction request, on a cluster with release binaries
+	$(CLUSTER) up --profile release $(UP)
+	$(CLUSTER) install
+	cargo run --quiet --package highwater-scenarios --bin bench-reaction -- $(ARGS)
+
+bench-plan: ## Measure the plans of a fleet of 5,000 nodes
+	cargo bench --quiet --package highwater-operator --bench plan
+
+bench-agent: ## Measure the agent: what it costs, how fast it acts, how large it is
+	cargo bench --quiet --package highwater-agent --bench agent

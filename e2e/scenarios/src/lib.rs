@@ -1,0 +1,27 @@
+//! What the scenarios share: a namespace and policies of their own, model servers on simulated
+//! GPUs, waiting for conditions, and saying why when something did not happen.
+
+mod audit;
+mod metrics;
+mod objects;
+mod scenario;
+
+pub use audit::Write;
+pub use metrics::{Samples, parse_metrics};
+pub use objects::{ModelServer, deployment, enforce, policy};
+pub use scenario::{Scenario, scenario};
+
+/// The node on which single-node scenarios run.
+pub const NODE: &str = "n1";
+
+/// Namespace of the release.
+pub const SYSTEM: &str = "highwater-system";
+
+/// How long a condition may take where nothing else is said.
+pub const TIMEOUT: std::time::Duration = std::time::Duration::from_secs(60);
+
+/// One GiB in bytes.
+pub const GI: i64 = 1 << 30;
+
+/// One MiB in bytes.
+pub const MI: i64 = 1 << 20;

@@ -1,0 +1,161 @@
+//! The objects that scenarios apply.
+
+use serde_json::{Value, json};
+
+use crate::NODE;
+
+/// A model server: one pod of a Deployment that follows a workload script on one GPU share.
+#[derive(Clone, Debug)]
+pub struct ModelServer {
+    name: String,
+    script: String,
+    labels: Value,
+    annotations: Value,
+    grace_period_seconds: i64,
+    replicas: i32,
+    gpus: i32,
+    env: Value,
+}
+
+impl ModelServer {
+    /// A server with a name and the script that it follows.
+    pub fn new(name: &str, script: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            script: script.to_owned(),
+            labels: json!({"app": name}),
+            annotations: json!({}),
+            grace_period_seconds: 1,
+            replicas: 1,
+            gpus: 1,
+            env: json!([]),
+        }
+    }
+
+    /// Adds a label to its pods.
+    #[must_use]
+    pub fn label(mut self, key: &str, value: &str) -> Self {
+        if let Some(labels) = self.labels.as_object_mut() {
+            labels.insert(key.to_owned(), json!(value));
+        }
+        self
+    }
+
+    /// Adds an annotation to its pods.
+    #[must_use]
+    pub fn annotation(mut self, key: &str, value: &str) -> Self {
+        if let Some(annotations) = self.annotations.as_object_mut() {
+            annotations.insert(key.to_owned(), json!(value));
+        }
+        self
+    }
+
+    /// Sets `terminationGracePeriodSeconds` of its pods.
+    #[must_use]
+    pub fn grace_period_seconds(mut self, seconds: i64) -> Self {
+        self.grace_period_seconds = seconds;
+        self
+    }
+
+    /// Sets the number of its pods.
+    #[must_use]
+    pub fn replicas(mut self, replicas: i32) -> Self {
+        self.replicas = replicas;
+        self
+    }
+
+    /// Sets how many GPU shares each pod asks for; 0 for a pod that asks for none.
+    #[must_use]
+    pub fn gpus(mut self, gpus: i32) -> Self {
+        self.gpus = gpus;
+        self
+    }
+
+    /// The pod template.
+    pub fn template(&self) -> Value {
+        json!({
+            "metadata": {"labels": self.labels, "annotations": self.annotations},
+            "spec": {
+                // Scenarios look at one node; a second one may be up.
+                "nodeSelector": {"kubernetes.io/hostname": NODE},
+                "terminationGracePeriodSeconds": self.grace_period_seconds,
+                "containers": [{
+                    "name": "server",
+                    "image": "highwater.local/workload:dev",
+                    "imagePullPolicy": "Never",
+                    "args": ["--script", self.script],
+                    "env": self.env,
+                    "resources": {"limits": if self.gpus == 0 { json!({}) } else { json!({"nvidia.com/gpu": self.gpus.to_string()}) }},
+                    "volumeMounts": [{"name": "highwater", "mountPath": "/var/run/highwater"}],
+                }],
+                "volumes": [{"name": "highwater", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}}],
+            },
+        })
+    }
+
+    /// The Deployment.
+    pub fn deployment(&self) -> Value {
+        json!({
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": self.name},
+            "spec": {
+                "replicas": self.replicas,
+                "selector": {"matchLabels": {"app": self.name}},
+                "strategy": {"type": "Recreate"},
+                "template": self.template(),
+            },
+        })
+    }
+
+    /// A bare pod, owned by nobody.
+    pub fn bare_pod(&self) -> Value {
+        let template = self.template();
+        json!({
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": self.name, "labels": self.labels, "annotations": self.annotations},
+            "spec": template["spec"],
+        })
+    }
+}
+
+/// The Deployment of a model server, for short.
+pub fn deployment(name: &str, script: &str) -> Value {
+    ModelServer::new(name, script).deployment()
+}
+
+/// A policy with this spec.
+pub fn policy(name: &str, spec: Value) -> Value {
+    json!({
+        "apiVersion": "highwater.dev/v1alpha1",
+        "kind": "GpuMemoryPolicy",
+        "metadata": {"name": name},
+        "spec": spec,
+    })
+}
+
+/// The spec of a policy that restarts pods of one namespace which hold more than `limit` for
+/// half a second, and nothing else.
+pub fn enforce(namespace: &str, limit: &str) -> Value {
+    json!({
+        "mode": "Enforce",
+        "nodes": {},
+        "namespaces": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
+        "quota": {
+            "default": {"limit": limit},
+            "breach": {
+                "tolerance": "256Mi",
+                "holdMilliseconds": 500,
+                "actions": [{"type": "Signal"}, {"type": "Restart", "restart": {"gracePeriodSeconds": 1}}],
+            },
+        },
+        "remediation": {
+            "budget": {
+                "maxUnavailable": 1,
+                "haltAtCondemnedPercent": 100,
+                "rates": [{"scope": "Workload", "maxActions": 1, "windowMinutes": 60}],
+            },
+        },
+    })
+}

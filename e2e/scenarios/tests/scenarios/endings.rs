@@ -1,0 +1,150 @@
+//! Incidents that end without an act, and why.
+
+use anyhow::{Context as _, Result, ensure};
+use highwater_crds::DecisionState;
+use highwater_scenarios::{ModelServer, deployment, enforce, policy, scenario};
+use k8s_openapi::api::core::v1::Pod;
+use kube::{ResourceExt as _, api::DeleteParams};
+use serde_json::{Value, json};
+
+const OVER: &str = "context; alloc 20Gi; serve";
+
+/// A policy that proposes but has no token to act with.
+fn waiting(namespace: &str) -> Value {
+    let mut spec = enforce(namespace, "16Gi");
+    spec["remediation"]["budget"]["rates"] = json!([{"scope": "Policy", "maxActions": 0, "windowMinutes": 60}]);
+    spec
+}
+
+#[test]
+fn an_owner_kind_that_is_not_listed_is_left_alone() -> Result<()> {
+    scenario("owner-kind", async |s| {
+        let mut spec = enforce(&s.namespace, "16Gi");
+        spec["remediation"]["victims"] = json!({"ownerKinds": ["StatefulSet"]});
+        s.apply(&policy("owner-kind", spec)).await?;
+        s.programmed("owner-kind").await?;
+        s.apply(&deployment("over", OVER)).await?;
+        let pod = s.running("over").await?;
+        let incident = s.incident(&pod, DecisionState::Suppressed, "OwnerKindNotListed").await?;
+        let decision = incident.status.and_then(|status| status.decision).context("a decision")?;
+        ensure!(decision.message.contains("ReplicaSet"), "{}", decision.message);
+        s.untouched(&pod).await
+    })
+}
+
+#[test]
+fn a_bare_pod_is_never_evicted() -> Result<()> {
+    scenario("bare-pod", async |s| {
+        s.apply(&policy("bare-pod", enforce(&s.namespace, "16Gi"))).await?;
+        s.programmed("bare-pod").await?;
+        s.apply(&ModelServer::new("bare", OVER).bare_pod()).await?;
+        let pod = s.running("bare").await?;
+        s.incident(&pod, DecisionState::Suppressed, "NoOwner").await?;
+        s.untouched(&pod).await
+    })
+}
+
+#[test]
+fn nobody_over_due_ends_without_a_culprit() -> Result<()> {
+    scenario("no-culprit", async |s| {
+        let mut spec = enforce(&s.namespace, "60Gi");
+        spec["breakers"] = json!([{
+            "scope": "Device",
+            "emergency": {"tripPercent": 50, "clearPercent": 40, "holdMilliseconds": 0, "actions": [{"type": "Restart"}]},
+        }]);
+        s.apply(&policy("no-culprit", spec)).await?;
+        s.programmed("no-culprit").await?;
+        s.apply(&deployment("within", "context; alloc 50Gi; serve")).await?;
+        let pod = s.running("within").await?;
+        let incident = s.incident_without_subject("no-culprit", DecisionState::Suppressed, "NoCulprit").await?;
+        ensure!(incident.spec.evidence.level_percent >= Some(50), "{:?}", incident.spec.evidence);
+        s.untouched(&pod).await
+    })
+}
+
+#[test]
+fn with_lowest_priority_the_least_important_pod_goes_when_nobody_is_over() -> Result<()> {
+    scenario("lowest-priority", async |s| {
+        s.apply(&json!({"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "important"}, "value": 1000})).await?;
+        let mut spec = enforce(&s.namespace, "60Gi");
+        spec["breakers"] = json!([{
+            "scope": "Device",
+            "emergency": {"tripPercent": 75, "clearPercent": 60, "holdMilliseconds": 0, "actions": [{"type": "Restart", "restart": {"gracePeriodSeconds": 0}}]},
+            "whenNobodyIsOver": "LowestPriority",
+        }]);
+        s.apply(&policy("lowest-priority", spec)).await?;
+        s.programmed("lowest-priority").await?;
+        let mut important = deployment("important", "context; alloc 30Gi; serve");
+        important["spec"]["template"]["spec"]["priorityClassName"] = json!("important");
+        s.apply(&important).await?;
+        let important = s.running("important").await?;
+        s.apply(&deployment("common", "context; hold 2s; alloc 34Gi; serve")).await?;
+        let common = s.running("common").await?;
+        s.incident(&common, DecisionState::Succeeded, "MemoryReturned").await?;
+        s.untouched(&important).await
+    })
+}
+
+#[test]
+fn d01_memory_that_fell_before_the_act_cancels_it() -> Result<()> {
+    scenario("d01-recovered", async |s| {
+        s.apply(&policy("d01", waiting(&s.namespace))).await?;
+        s.programmed("d01").await?;
+        s.apply(&deployment("spiky", "context; alloc 20Gi; hold 12s; free; alloc 2Gi; serve")).await?;
+        let pod = s.running("spiky").await?;
+        s.incident(&pod, DecisionState::Proposed, "BudgetExhausted").await?;
+        s.incident(&pod, DecisionState::Cancelled, "Recovered").await?;
+        // A budget that frees up afterwards changes nothing: the reason for the act is gone.
+        s.apply(&policy("d01", enforce(&s.namespace, "16Gi"))).await?;
+        s.programmed("d01").await?;
+        s.untouched(&pod).await
+    })
+}
+
+#[test]
+fn a_pod_that_is_gone_or_replaced_before_the_act_cancels_it() -> Result<()> {
+    scenario("pod-gone", async |s| {
+        s.apply(&policy("pod-gone", waiting(&s.namespace))).await?;
+        s.programmed("pod-gone").await?;
+        s.apply(&ModelServer::new("over", OVER).deployment()).await?;
+        let pod = s.running("over").await?;
+        s.incident(&pod, DecisionState::Proposed, "BudgetExhausted").await?;
+        s.api::<Pod>().delete(&pod.name_any(), &DeleteParams::default().grace_period(1)).await?;
+        s.incident(&pod, DecisionState::Cancelled, "PodGone").await?;
+        let next = s.running_other_than("over", pod.uid().as_deref()).await?;
+        s.incident(&next, DecisionState::Proposed, "BudgetExhausted").await?;
+
+        // A StatefulSet's pod comes back under its own name: the old decision must not hit it.
+        let set = json!({
+            "apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "named"},
+            "spec": {"serviceName": "named", "replicas": 1, "selector": {"matchLabels": {"app": "named"}},
+                     "template": ModelServer::new("named", OVER).template()},
+        });
+        s.apply(&set).await?;
+        let first = s.running("named").await?;
+        s.incident(&first, DecisionState::Proposed, "BudgetExhausted").await?;
+        s.api::<Pod>().delete("named-0", &DeleteParams::default().grace_period(1)).await?;
+        let second = s.running_other_than("named", first.uid().as_deref()).await?;
+        let cancelled = s.incident_ended(&first).await?;
+        ensure!(cancelled.0 == DecisionState::Cancelled && ["PodGone", "PodReplaced"].contains(&cancelled.1.as_str()), "{cancelled:?}");
+        highwater_e2e::never("an act on the pod that came after", std::time::Duration::from_secs(2), async || {
+            s.untouched(&second).await.err().context("untouched")
+        })
+        .await
+    })
+}
+
+#[test]
+fn a_namespace_that_is_not_selected_is_never_acted_on() -> Result<()> {
+    scenario("not-selected", async |s| {
+        s.apply(&policy("not-selected", enforce("some-other-namespace", "16Gi"))).await?;
+        s.programmed("not-selected").await?;
+        s.apply(&deployment("over", OVER)).await?;
+        let pod = s.running("over").await?;
+        highwater_e2e::never("an incident about a pod that no policy selects", std::time::Duration::from_secs(4), async || {
+            s.incidents().await?.first().map(|incident| incident.name_any()).context("none")
+        })
+        .await?;
+        s.untouched(&pod).await
+    })
+}

@@ -1,0 +1,392 @@
+//! Things that die at the worst moment.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use highwater_crds::{DecisionState, GpuMemoryIncident};
+use highwater_e2e::{eventually, never};
+use highwater_scenarios::{GI, NODE, SYSTEM, Samples, Scenario, TIMEOUT, deployment, enforce, policy, scenario};
+use jiff::Timestamp;
+use k8s_openapi::api::{
+    coordination::v1::Lease,
+    core::v1::{ConfigMap, Pod},
+};
+use kube::{Api, ResourceExt as _};
+use serde_json::{Value, json};
+
+const HOG: &str = "ignore-sigterm; context; alloc 6Gi; hold 1s; grow 8Gi/s to 30Gi; hold";
+
+/// A policy that lets the same scenario act often.
+fn generous(namespace: &str) -> Value {
+    let mut spec = enforce(namespace, "16Gi");
+    spec["remediation"]["budget"]["rates"] = json!([{"scope": "Policy", "maxActions": 100, "windowMinutes": 60}]);
+    spec
+}
+
+#[test]
+fn an_agent_killed_at_ten_points_of_the_story_neither_forgets_nor_repeats() -> Result<()> {
+    scenario("agent-killed", async |s| {
+        s.apply(&policy("agent-killed", generous(&s.namespace))).await?;
+        s.programmed("agent-killed").await?;
+        for point in Point::ALL {
+            let start = Timestamp::now();
+            let app = format!("hog-{}", point as u8);
+            if point == Point::BeforeThePod {
+                kill_agent(s).await?;
+            }
+            s.apply(&deployment(&app, HOG)).await?;
+            let pod = s.running(&app).await?;
+            if point != Point::BeforeThePod {
+                reach(s, &pod, point).await.with_context(|| format!("{point:?}"))?;
+                kill_agent(s).await?;
+            }
+            let incident = s.incident(&pod, DecisionState::Succeeded, "MemoryReturned").await;
+            incident.with_context(|| format!("killed at {point:?}"))?;
+            let evictions: Vec<_> =
+                s.evictions_since(start)?.into_iter().filter(|write| write.name == pod.name_any()).collect();
+            ensure!(evictions.len() == 1, "killed at {point:?}: {evictions:?}");
+            ensure!(incidents_about(s, &pod).await?.len() == 1, "killed at {point:?}: a second incident");
+            // The pod that takes its place would start the story again.
+            s.cluster.kubectl(["delete", "deployment", "-n", &s.namespace, &app]).await?;
+        }
+        Ok(())
+    })
+}
+
+/// Where in the story the agent is killed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Point {
+    BeforeThePod,
+    Running,
+    Growing,
+    NearTheLimit,
+    OverTheLimit,
+    IncidentOpened,
+    Decided,
+    Evicted,
+    Terminating,
+    MemoryBack,
+}
+
+impl Point {
+    const ALL: [Self; 10] = [
+        Self::BeforeThePod,
+        Self::Running,
+        Self::Growing,
+        Self::NearTheLimit,
+        Self::OverTheLimit,
+        Self::IncidentOpened,
+        Self::Decided,
+        Self::Evicted,
+        Self::Terminating,
+        Self::MemoryBack,
+    ];
+}
+
+/// Waits for a point of the story, as closely as it can be seen from outside.
+async fn reach(s: &Scenario, pod: &Pod, point: Point) -> Result<()> {
+    let name = pod.name_any();
+    let agent = format!("{}:9440", s.agent(NODE).await?.status.and_then(|status| status.pod_ip).context("no IP")?);
+    let used_over = async |bytes: i64| {
+        eventually("the pod's use", TIMEOUT, async || {
+            let used = Samples::scrape(&agent).await?.bytes("highwater_pod_memory_used_bytes", &[("pod", &name)])?;
+            ensure!(used > Some(bytes), "it is {used:?}");
+            Ok(())
+        })
+        .await
+    };
+    let decided = async |holds: fn(&GpuMemoryIncident) -> bool| {
+        eventually("the incident", TIMEOUT, async || {
+            let incidents = incidents_about(s, pod).await?;
+            incidents.iter().any(holds).then_some(()).context("not yet")
+        })
+        .await
+    };
+    match point {
+        Point::BeforeThePod | Point::Running => Ok(()),
+        Point::Growing => used_over(7 * GI).await,
+        Point::NearTheLimit => used_over(14 * GI).await,
+        Point::OverTheLimit => used_over(16 * GI).await,
+        Point::IncidentOpened => decided(|_| true).await,
+        Point::Decided => decided(|i| i.status.as_ref().is_some_and(|s| s.decision.is_some())).await,
+        Point::Evicted => {
+            decided(|i| {
+                i.status.as_ref().and_then(|s| s.decision.as_ref()).is_some_and(|d| d.evicted_at.is_some())
+            })
+            .await
+        }
+        Point::Terminating => {
+            eventually("the pod on its way out", TIMEOUT, async || {
+                match s.api::<Pod>().get_opt(&name).await? {
+                    Some(pod) if pod.metadata.deletion_timestamp.is_none() => anyhow::bail!("not yet"),
+                    _ => Ok(()),
+                }
+            })
+            .await
+        }
+        Point::MemoryBack => {
+            eventually("the pod's memory back", TIMEOUT, async || {
+                let used = Samples::scrape(&agent).await?.bytes("highwater_pod_memory_used_bytes", &[("pod", &name)])?;
+                ensure!(used.unwrap_or(0) == 0, "it is {used:?}");
+                Ok(())
+            })
+            .await
+        }
+    }
+}
+
+/// Kills the agent and waits until its successor measures; the ledger must then be right within
+/// a second.
+async fn kill_agent(s: &Scenario) -> Result<()> {
+    let pod = s.agent(NODE).await?;
+    let restarts = |pod: &Pod| -> i32 {
+        pod.status.iter().flat_map(|s| s.container_statuses.iter().flatten()).map(|c| c.restart_count).sum()
+    };
+    let before = restarts(&pod);
+    s.cluster.on_node(NODE, "pkill", &["-KILL", "-x", "agent"]).await?;
+    eventually("the agent's successor to measure", TIMEOUT, async || {
+        let pod = s.agent(NODE).await?;
+        ensure!(restarts(&pod) > before, "it has not been restarted");
+        s.metrics(NODE).await.map(drop)
+    })
+    .await?;
+    eventually("the ledger to be right", Duration::from_secs(1), async || ledger_is_right(s).await).await
+}
+
+/// Compares the agent's buckets with what the simulated driver itself says.
+async fn ledger_is_right(s: &Scenario) -> Result<()> {
+    let samples = s.metrics(NODE).await?;
+    for device in ["0", "1"] {
+        let labels = [("device", device)];
+        let capacity = samples.bytes("highwater_device_capacity_bytes", &labels)?.context("no capacity yet")?;
+        let buckets: f64 = samples.values("highwater_device_memory_bytes", &labels).iter().sum();
+        #[allow(clippy::cast_possible_truncation)] // sizes in bytes are whole and below 2^53
+        let buckets = buckets as i64;
+        ensure!(buckets == capacity, "device {device}: {buckets} of {capacity}");
+        let foreign = samples.bytes("highwater_device_memory_bytes", &[("device", device), ("bucket", "foreign")])?;
+        ensure!(foreign == Some(0), "device {device}: pods taken for foreign: {foreign:?}");
+    }
+    Ok(())
+}
+
+async fn incidents_about(s: &Scenario, pod: &Pod) -> Result<Vec<GpuMemoryIncident>> {
+    let uid = pod.uid().unwrap_or_default();
+    let mut incidents = s.incidents().await?;
+    incidents.retain(|incident| incident.spec.subject.as_ref().is_some_and(|subject| subject.uid == uid));
+    Ok(incidents)
+}
+
+#[test]
+fn a_leader_killed_on_the_way_to_an_act_leaves_it_to_be_done_once() -> Result<()> {
+    scenario("leader-killed", async |s| {
+        s.apply(&policy("leader-killed", generous(&s.namespace))).await?;
+        s.programmed("leader-killed").await?;
+        let before = reserved_tokens(s).await?;
+        let delays = [0, 40];
+        for (round, delay) in delays.into_iter().enumerate() {
+            let start = Timestamp::now();
+            let app = format!("hog-{round}");
+            s.apply(&deployment(&app, HOG)).await?;
+            let pod = s.running(&app).await?;
+            let leader = leader(s).await?;
+            eventually("the incident", TIMEOUT, async || {
+                incidents_about(s, &pod).await?.pop().map(drop).context("there is none")
+            })
+            .await?;
+            // From here on the decision and the act follow within milliseconds; the delays spread
+            // the kills over that time.
+            tokio::time::sleep(Duration::from_millis(delay)).await;
+            kill_operator(s, &leader).await?;
+            s.incident(&pod, DecisionState::Succeeded, "MemoryReturned").await?;
+            let evictions: Vec<_> =
+                s.evictions_since(start)?.into_iter().filter(|write| write.name == pod.name_any()).collect();
+            ensure!(evictions.len() == 1, "killed after {delay} ms: {evictions:?}");
+            ensure!(self::leader(s).await? != leader, "the killed leader leads");
+            s.cluster.kubectl(["delete", "deployment", "-n", &s.namespace, &app]).await?;
+        }
+        let spent = reserved_tokens(s).await?.saturating_sub(before);
+        ensure!(spent == delays.len(), "{spent} tokens for {} evictions", delays.len());
+        Ok(())
+    })
+}
+
+/// What a leader leaves behind that dies between its decision and the act, made by hand, since
+/// no kill from outside hits those few milliseconds for certain.
+#[test]
+fn an_approved_act_whose_leader_died_is_done_once_with_the_token_that_is_there() -> Result<()> {
+    scenario("approved-left", async |s| {
+        s.apply(&policy("approved-left", generous(&s.namespace))).await?;
+        s.programmed("approved-left").await?;
+        let start = Timestamp::now();
+        scale_operator(s, 0).await?;
+        let left = async {
+            s.apply(&deployment("hog", HOG)).await?;
+            let pod = s.running("hog").await?;
+            let incident = eventually("the incident", TIMEOUT, async || {
+                incidents_about(s, &pod).await?.pop().context("there is none")
+            })
+            .await?;
+            leave_approved(s, &incident, &pod).await?;
+            anyhow::Ok(pod)
+        }
+        .await;
+        scale_operator(s, 2).await?;
+        let pod = left?;
+        s.incident(&pod, DecisionState::Succeeded, "MemoryReturned").await?;
+        let evictions: Vec<_> =
+            s.evictions_since(start)?.into_iter().filter(|write| write.name == pod.name_any()).collect();
+        ensure!(evictions.len() == 1, "{evictions:?}");
+        ensure!(tokens_of(s, &pod).await? == 1, "the token that was there was to be used");
+        Ok(())
+    })
+}
+
+async fn scale_operator(s: &Scenario, replicas: i32) -> Result<()> {
+    let deployment = "deployment/highwater-operator";
+    let scale = format!("--replicas={replicas}");
+    s.cluster.kubectl(["scale", "-n", SYSTEM, deployment, &scale]).await?;
+    eventually("the operator's replicas", TIMEOUT, async || {
+        let there = s.operators().await?.len();
+        ensure!(i32::try_from(there)? == replicas, "{there} are there");
+        Ok(())
+    })
+    .await
+}
+
+/// Reserves a token and stores the decision, as the operator does.
+async fn leave_approved(s: &Scenario, incident: &GpuMemoryIncident, pod: &Pod) -> Result<()> {
+    let now = Timestamp::now();
+    let (incident_uid, pod_uid) = (incident.uid().context("no UID")?, pod.uid().context("no UID")?);
+    let token = json!({
+        "at": now, "policy": incident.spec.policy, "workload": "Deployment/hog", "namespace": s.namespace,
+        "node": NODE, "pod": pod_uid, "keepUntil": now.checked_add(Duration::from_secs(3600))?,
+    });
+    let maps: Api<ConfigMap> = Api::namespaced(s.client.clone(), SYSTEM);
+    let name = highwater_crds::names::BUDGET_CONFIG_MAP;
+    let mut map = maps.get_opt(name).await?.context("no act has been done on this cluster before")?;
+    let text = map.data.as_mut().and_then(|data| data.values_mut().next()).context("an empty ledger")?;
+    let mut ledger: Value = serde_json::from_str(text)?;
+    ledger["tokens"][format!("{incident_uid}/{pod_uid}")] = token;
+    *text = ledger.to_string();
+    maps.replace(name, &kube::api::PostParams::default(), &map).await?;
+    let decision = json!({"state": "Approved", "reason": "WithinBudget", "message": "", "since": format!("{now:.6}")});
+    let patch = json!({"status": {"decision": decision}}).to_string();
+    let arguments = ["patch", "gmi", "-n", &s.namespace, &incident.name_any(), "--subresource=status", "--type=merge", "-p", &patch];
+    s.cluster.kubectl(arguments).await.map(drop)
+}
+
+async fn tokens_of(s: &Scenario, pod: &Pod) -> Result<usize> {
+    let uid = pod.uid().unwrap_or_default();
+    let maps: Api<ConfigMap> = Api::namespaced(s.client.clone(), SYSTEM);
+    let map = maps.get(highwater_crds::names::BUDGET_CONFIG_MAP).await?;
+    let ledger = map.data.unwrap_or_default().into_values().next().context("an empty ledger")?;
+    let ledger: Value = serde_json::from_str(&ledger)?;
+    let tokens = ledger["tokens"].as_object().context("no tokens in the ledger")?;
+    Ok(tokens.values().filter(|token| token["pod"] == uid.as_str()).count())
+}
+
+async fn leader(s: &Scenario) -> Result<String> {
+    let leases: Api<Lease> = Api::namespaced(s.client.clone(), SYSTEM);
+    eventually("a leader", TIMEOUT, async || {
+        let lease = leases.get(highwater_crds::names::LEADER_LEASE).await?;
+        let holder = lease.spec.and_then(|spec| spec.holder_identity).filter(|holder| !holder.is_empty());
+        let holder = holder.context("nobody holds the lease")?;
+        let pods: Api<Pod> = Api::namespaced(s.client.clone(), SYSTEM);
+        pods.get(&holder).await.map(|pod| pod.name_any()).context("the holder is gone")
+    })
+    .await
+}
+
+/// SIGKILL to the operator process of one pod, which is not started again under that name: the
+/// other replica has to go on.
+async fn kill_operator(s: &Scenario, pod: &str) -> Result<()> {
+    let pods: Api<Pod> = Api::namespaced(s.client.clone(), SYSTEM);
+    let object = pods.get(pod).await?;
+    let uid = object.uid().context("no UID")?;
+    let node = object.spec.and_then(|spec| spec.node_name).context("it is on no node")?;
+    // Found by its container's cgroup; fails where nothing was killed.
+    let script = format!("for p in $(pgrep -x operator); do grep -q {uid} /proc/$p/cgroup && kill -KILL $p && exit 0; done; exit 1");
+    s.cluster.on_node(&node, "sh", &["-c", &script]).await.context("killing the leader")?;
+    pods.delete(pod, &kube::api::DeleteParams::default().grace_period(0)).await?;
+    Ok(())
+}
+
+async fn reserved_tokens(s: &Scenario) -> Result<usize> {
+    let maps: Api<ConfigMap> = Api::namespaced(s.client.clone(), SYSTEM);
+    let Some(map) = maps.get_opt(highwater_crds::names::BUDGET_CONFIG_MAP).await? else { return Ok(0) };
+    let ledger = map.data.unwrap_or_default().into_values().next().context("an empty ledger")?;
+    let ledger: Value = serde_json::from_str(&ledger)?;
+    let tokens = ledger["tokens"].as_object().context("no tokens in the ledger")?;
+    Ok(tokens.values().filter(|token| token["namespace"] == s.namespace.as_str()).count())
+}
+
+#[test]
+fn with_the_api_server_away_for_a_minute_the_node_goes_on_and_all_is_caught_up() -> Result<()> {
+    scenario("api-away", async |s| {
+        let mut spec = generous(&s.namespace);
+        spec["breakers"] = json!([{
+            "scope": "Device", "minimumStayMilliseconds": 0,
+            "warning": {"tripPercent": 30, "clearPercent": 20, "holdMilliseconds": 0, "actions": [{"type": "Signal"}]},
+        }]);
+        s.apply(&policy("api-away", spec)).await?;
+        s.programmed("api-away").await?;
+        s.apply(&deployment("hog", "ignore-sigterm; context; alloc 4Gi; hold 15s; grow 4Gi/s to 40Gi; hold")).await?;
+        let pod = s.running("hog").await?;
+        let name = pod.name_any();
+        let uid = pod.uid().context("no UID")?;
+        let agent = format!("{}:9440", s.agent(NODE).await?.status.and_then(|status| status.pod_ip).context("no IP")?);
+
+        s.cluster.stop("kube-apiserver").await?;
+        let away = tokio::time::Instant::now();
+        let during = async {
+            let first = Samples::scrape(&agent).await?.value("highwater_samples_total", &[])?;
+            eventually("use, level and samples to move with the API server away", Duration::from_secs(45), async || {
+                let samples = Samples::scrape(&agent).await?;
+                let used = samples.bytes("highwater_pod_memory_used_bytes", &[("pod", &name)])?;
+                ensure!(used > Some(39 * GI), "use is {used:?}");
+                let level = samples.values("highwater_device_level", &[("device", "0"), ("mode", "Enforce")]);
+                ensure!(level.iter().any(|level| *level >= 1.0), "level is {level:?}");
+                ensure!(samples.value("highwater_samples_total", &[])? > first, "no new samples");
+                Ok(())
+            })
+            .await?;
+            let file = format!("/var/lib/kubelet/pods/{uid}/volumes/kubernetes.io~empty-dir/highwater/pressure");
+            let signal = s.cluster.on_node(NODE, "cat", &[&file]).await?;
+            ensure!(signal.contains("Warning"), "no signal with the API server away: {signal}");
+            tokio::time::sleep_until(away + Duration::from_secs(60)).await;
+            anyhow::Ok(())
+        }
+        .await;
+        s.cluster.start("kube-apiserver").await?;
+        during?;
+        s.cluster.api_ready().await?;
+        // Stated bound: caught up a minute after the API server is back.
+        s.incident(&pod, DecisionState::Succeeded, "MemoryReturned").await?;
+        Ok(())
+    })
+}
+
+#[test]
+fn h19_after_a_power_cut_the_node_converges_without_hands() -> Result<()> {
+    scenario("h19-reboot", async |s| {
+        s.apply(&policy("h19", generous(&s.namespace))).await?;
+        s.programmed("h19").await?;
+        s.apply(&deployment("server", "context; alloc 8Gi; serve")).await?;
+        s.running("server").await?;
+        let used = ("highwater_pod_memory_used_bytes", [("namespace", s.namespace.as_str())]);
+        s.metric(used.0, &used.1, |bytes| bytes > Some(8 * GI)).await?;
+        s.cluster.reboot(NODE).await?;
+        s.running("server").await?;
+        eventually("the rebooted node's ledger", Duration::from_secs(90), async || {
+            let bytes = s.metrics(NODE).await?.bytes(used.0, &used.1)?;
+            ensure!(bytes > Some(8 * GI), "it is {bytes:?}");
+            ledger_is_right(s).await
+        })
+        .await?;
+        never("an incident from a reboot", Duration::from_secs(2), async || {
+            s.incidents().await?.pop().map(|incident| incident.name_any()).context("none")
+        })
+        .await?;
+        Ok(())
+    })
+}

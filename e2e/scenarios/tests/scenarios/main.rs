@@ -1,0 +1,15 @@
+//! Scenarios on a real cluster with simulated GPUs: `make e2e`, or, with a cluster up
+//! (`make up install`), `cargo test -p highwater-scenarios`.
+//!
+//! A test whose name begins with a row of the acceptance table (`b16_...`) is that row.
+
+mod accounting;
+mod admission;
+mod endings;
+mod faults;
+mod freeze;
+mod modes;
+mod observability;
+mod steady;
+mod story;
+mod waits;

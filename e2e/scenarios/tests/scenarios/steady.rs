@@ -1,0 +1,46 @@
+//! A steady fleet makes no work.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use highwater_e2e::{eventually, never};
+use highwater_scenarios::{GI, ModelServer, TIMEOUT, deployment, enforce, policy, scenario};
+use jiff::Timestamp;
+use kube::ResourceExt as _;
+use serde_json::json;
+
+#[test]
+fn d17_d18_a_steady_fleet_makes_no_writes_in_three_minutes() -> Result<()> {
+    scenario("d18-steady", async |s| {
+        let mut spec = enforce(&s.namespace, "16Gi");
+        spec["breakers"] = json!([{"scope": "Device", "warning": {"tripPercent": 75, "clearPercent": 70, "actions": [{"type": "Signal"}]}}]);
+        s.apply(&policy("steady", spec)).await?;
+        let mut watching = enforce(&s.namespace, "8Gi");
+        watching["mode"] = json!("Observe");
+        s.apply(&policy("watching", watching)).await?;
+        s.programmed("steady").await?;
+        s.apply(&ModelServer::new("server", "context; alloc 4Gi; serve").replicas(3).deployment()).await?;
+        // In and out by a GiB all the time that is watched, and longer.
+        let breathing = format!("context; alloc 2Gi; {}serve", "spike 1Gi for 200ms; hold 800ms; ".repeat(400));
+        // One that is over in the shadow layer, and one that breathes within its band.
+        s.apply(&deployment("over-in-shadow", "context; alloc 10Gi; serve")).await?;
+        s.apply(&deployment("breathes", &breathing)).await?;
+        for app in ["server", "over-in-shadow", "breathes"] {
+            let pod = s.running(app).await?.name_any();
+            s.metric("highwater_pod_memory_used_bytes", &[("pod", &pod)], |used| used > Some(GI)).await?;
+        }
+        // Settled: nothing written for ten seconds.
+        eventually("what follows from the start to have been written", TIMEOUT, async || {
+            let since = Timestamp::now().checked_sub(Duration::from_secs(10))?;
+            let writes = s.writes_since(since)?;
+            ensure!(writes.is_empty(), "{} writes, the last {:?}", writes.len(), writes.last());
+            Ok(())
+        })
+        .await?;
+        let start = Timestamp::now();
+        never("a write by Highwater in a steady fleet", Duration::from_secs(180), async || {
+            s.writes_since(start)?.pop().context("none")
+        })
+        .await
+    })
+}
