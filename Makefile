@@ -62,4 +62,4 @@ bench-plan: ## Measure the plans of a fleet of 5,000 nodes
 	cargo bench --quiet --package highwater-operator --bench plan
 
 bench-agent: ## Measure the agent: what it costs, how fast it acts, how large it is
-	cargo bench --quiet --package highwater-agent --bench agent
+	cargo bench --quiet --profile dev --package highwater-agent --bench agent

@@ -21,6 +21,10 @@ pub const POD_DECLARED: &str = "highwater.dev/declared";
 /// Incident annotation (an RFC 3339 time): the operator asks for an observation made after it.
 pub const OBSERVE: &str = "highwater.dev/observe";
 
+/// Annotation (an RFC 3339 time) on the leader election Lease: the release is being uninstalled.
+/// Until then no operator that was running sets a taint, writes a plan or evicts.
+pub const UNINSTALLING: &str = "highwater.dev/uninstalling";
+
 /// Key of the node taint that `Freeze` sets (effect `NoSchedule`; the value is the level).
 pub const PRESSURE_TAINT: &str = "highwater.dev/memory-pressure";
 
@@ -63,9 +67,11 @@ pub mod manager {
     pub const OPERATOR_TAINT: &str = "highwater-operator/taint";
     /// Operator: reserved tokens.
     pub const OPERATOR_BUDGET: &str = "highwater-operator/budget";
+    /// Operator: what an uninstall undoes.
+    pub const OPERATOR_CLEANUP: &str = "highwater-operator/cleanup";
 
     /// Every manager, for the uniqueness test.
-    pub const ALL: [&str; 8] = [
+    pub const ALL: [&str; 9] = [
         AGENT_NODE,
         AGENT_INCIDENT,
         AGENT_OBSERVATION,
@@ -74,6 +80,7 @@ pub mod manager {
         OPERATOR_DECISION,
         OPERATOR_TAINT,
         OPERATOR_BUDGET,
+        OPERATOR_CLEANUP,
     ];
 }
 

@@ -60,6 +60,15 @@ impl Device {
         }
     }
 
+    /// Takes in what the driver says of it now. What it does not say any more still holds: a device
+    /// that is lost has not changed.
+    pub(crate) fn describe(&mut self, mut info: DeviceInfo) {
+        info.total = info.total.or(self.info.total);
+        info.minor = info.minor.or(self.info.minor);
+        self.label = info.label();
+        self.info = info;
+    }
+
     /// How it is cut, in the words of the API.
     pub(crate) fn partition(&self) -> Partition {
         match self.info.partition {

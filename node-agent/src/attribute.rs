@@ -11,6 +11,7 @@ use std::{
     os::fd::OwnedFd,
     path::{Path, PathBuf},
     sync::Arc,
+    time::{Duration, Instant},
 };
 
 use rustix::{
@@ -18,6 +19,7 @@ use rustix::{
         Timespec,
         epoll::{self, CreateFlags, Event, EventData, EventFlags},
     },
+    io::Errno,
     process::{Pid, PidfdFlags, pidfd_open},
 };
 
@@ -30,6 +32,10 @@ const CAPACITY: usize = 4096;
 /// A process that was not asked for in this many samples is forgotten.
 const FORGET_AFTER: u64 = 600;
 
+/// How long the memory of a process that has ended stays its owner's. The driver takes a while to
+/// free much memory and lists it until then.
+const DYING: Duration = Duration::from_secs(2);
+
 /// Whose a process is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Owner {
@@ -39,6 +45,8 @@ pub(crate) enum Owner {
     Foreign,
     /// There is no such process (any more).
     Gone,
+    /// It cannot be told.
+    Unknown,
 }
 
 /// Knows the owners of processes.
@@ -49,6 +57,7 @@ pub(crate) struct Attributor {
     /// Holds the pidfd of every known process that has one; absent where the kernel gives none.
     exits: Option<OwnedFd>,
     sample: u64,
+    now: Instant,
 }
 
 #[derive(Debug)]
@@ -58,28 +67,55 @@ struct Known {
     start_ticks: u64,
     /// Readable once the process has ended. Absent: compare `start_ticks` instead.
     pidfd: Option<OwnedFd>,
+    /// When it was seen to have ended.
+    ended: Option<Instant>,
     last_asked: u64,
+}
+
+/// Why nothing is known of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Missing {
+    /// There is no such process, or only its remains.
+    Gone,
+    /// It could not be read.
+    Unreadable,
+}
+
+impl From<io::Error> for Missing {
+    fn from(error: io::Error) -> Self {
+        let errno = Errno::from_io_error(&error);
+        if matches!(errno, Some(Errno::NOENT | Errno::SRCH)) { Self::Gone } else { Self::Unreadable }
+    }
 }
 
 impl Attributor {
     /// Reads processes below `proc_root`, which is `/proc` of the host's PID namespace.
     pub(crate) fn new(proc_root: impl Into<PathBuf>) -> Self {
         let exits = epoll::create(CreateFlags::CLOEXEC).ok();
-        Self { proc_root: proc_root.into(), known: HashMap::new(), exits, sample: 0 }
+        Self { proc_root: proc_root.into(), known: HashMap::new(), exits, sample: 0, now: Instant::now() }
     }
 
-    /// Begins a sample: forgets the processes that have ended. To be called after the driver
-    /// gave its lists and before their PIDs are looked up.
+    /// Begins a sample: notes the processes that have ended. To be called after the driver gave
+    /// its lists and before their PIDs are looked up.
     pub(crate) fn begin_sample(&mut self) {
+        self.begin_sample_at(Instant::now());
+    }
+
+    fn begin_sample_at(&mut self, now: Instant) {
+        // The driver lists no more who ended and was not asked for at the last sample.
+        let last = self.sample;
+        self.known.retain(|_, known| known.ended.is_none() || known.last_asked >= last);
         self.sample += 1;
+        self.now = now;
         if let Some(exits) = &self.exits {
             let mut ended = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 64];
             while let Ok(count @ 1..) = epoll::wait(exits, &mut ended[..], Some(&NOW)) {
                 for event in ended.iter().take(count) {
-                    // Dropping the pidfd takes it out of the epoll set.
                     let pid = event.data;
-                    if let Ok(pid) = u32::try_from(pid.u64()) {
-                        self.known.remove(&pid);
+                    let known = u32::try_from(pid.u64()).ok().and_then(|pid| self.known.get_mut(&pid));
+                    if let Some(known) = known {
+                        known.pidfd = None; // which takes it out of the epoll set
+                        known.ended = Some(now);
                     }
                 }
             }
@@ -92,23 +128,32 @@ impl Attributor {
 
     /// The owner of the process `pid`.
     pub(crate) fn owner(&mut self, pid: u32) -> Owner {
-        self.look_up(pid).map_or(Owner::Gone, |known| known.owner.clone())
+        let now = self.now;
+        match self.look_up(pid) {
+            Ok(known) if known.ended.is_some_and(|at| now.saturating_duration_since(at) > DYING) => {
+                Owner::Gone
+            }
+            Ok(known) => known.owner.clone(),
+            Err(Missing::Gone) => Owner::Gone,
+            Err(Missing::Unreadable) => Owner::Unknown,
+        }
     }
 
     /// The command name of the process `pid`, at most 15 bytes, as evidence for people. It is
     /// what the process says of itself.
     pub(crate) fn comm(&mut self, pid: u32) -> Option<&str> {
-        self.look_up(pid).map(|known| known.comm.as_ref())
+        self.look_up(pid).ok().map(|known| known.comm.as_ref())
     }
 
-    fn look_up(&mut self, pid: u32) -> Option<&Known> {
-        let sample = self.sample;
-        let stale = self.known.get(&pid).is_some_and(|known| {
-            known.pidfd.is_none()
-                && read_stat(&self.proc_root, pid).is_none_or(|stat| stat.start_ticks != known.start_ticks)
-        });
-        if stale {
-            self.known.remove(&pid);
+    fn look_up(&mut self, pid: u32) -> Result<&Known, Missing> {
+        let (sample, now) = (self.sample, self.now);
+        if let Some(known) = self.known.get_mut(&pid).filter(|known| known.pidfd.is_none()) {
+            match read_stat(&self.proc_root, pid) {
+                Ok(stat) if stat.start_ticks != known.start_ticks => drop(self.known.remove(&pid)),
+                Ok(stat) if !stat.is_dead() => {}
+                Ok(_) | Err(Missing::Gone) => known.ended = known.ended.or(Some(now)),
+                Err(Missing::Unreadable) => return Err(Missing::Unreadable),
+            }
         }
         if !self.known.contains_key(&pid) {
             let known = self.learn(pid)?;
@@ -117,21 +162,37 @@ impl Attributor {
             }
             self.known.insert(pid, known);
         }
-        let known = self.known.get_mut(&pid)?;
+        let known = self.known.get_mut(&pid).ok_or(Missing::Gone)?;
         known.last_asked = sample;
-        Some(known)
+        Ok(known)
     }
 
     /// Reads what there is to know of a process.
-    fn learn(&self, pid: u32) -> Option<Known> {
+    fn learn(&self, pid: u32) -> Result<Known, Missing> {
         // The pidfd first: if it has not ended afterwards, what was read in between is of the
         // process that the pidfd stands for.
         let pidfd = self.watch(pid);
-        let before = read_stat(&self.proc_root, pid)?;
-        let cgroup = fs::read_to_string(self.proc_root.join(pid.to_string()).join("cgroup")).ok()?;
-        let stat = read_stat(&self.proc_root, pid).filter(|stat| stat.start_ticks == before.start_ticks)?;
+        let alive = || read_stat(&self.proc_root, pid).and_then(Stat::alive);
+        let before = alive()?;
+        let process = self.proc_root.join(pid.to_string());
+        let cgroup = if before.leader_ended {
+            of_a_live_thread(&process)?
+        } else {
+            fs::read_to_string(process.join("cgroup"))?
+        };
+        let stat = alive()?;
+        if stat.start_ticks != before.start_ticks {
+            return Err(Missing::Gone);
+        }
         let owner = cgroup::owner(&cgroup).map_or(Owner::Foreign, |owner| Owner::Pod(Arc::new(owner)));
-        Some(Known { owner, comm: stat.comm, start_ticks: stat.start_ticks, pidfd, last_asked: self.sample })
+        Ok(Known {
+            owner,
+            comm: stat.comm,
+            start_ticks: stat.start_ticks,
+            pidfd,
+            ended: None,
+            last_asked: self.sample,
+        })
     }
 
     /// A pidfd whose end shows in `exits`.
@@ -151,13 +212,31 @@ struct Stat {
     comm: Box<str>,
     /// When the process started, in clock ticks since boot.
     start_ticks: u64,
+    /// Its first thread has ended; others may go on.
+    leader_ended: bool,
+    threads: u32,
 }
 
-/// `None` when there is no such process, or only its remains: a zombie holds no memory.
-fn read_stat(proc_root: &Path, pid: u32) -> Option<Stat> {
+impl Stat {
+    /// Whether only the remains of a process are left. They hold no memory.
+    fn is_dead(&self) -> bool {
+        self.leader_ended && self.threads <= 1
+    }
+
+    fn alive(self) -> Result<Self, Missing> {
+        if self.is_dead() { Err(Missing::Gone) } else { Ok(self) }
+    }
+}
+
+fn read_stat(proc_root: &Path, pid: u32) -> Result<Stat, Missing> {
+    read_stat_at(&proc_root.join(pid.to_string()))
+}
+
+/// Reads `stat` in the directory of a process or thread.
+fn read_stat_at(directory: &Path) -> Result<Stat, Missing> {
     // A command name need not be UTF-8.
-    let stat = fs::read(proc_root.join(pid.to_string()).join("stat")).ok()?;
-    parse_stat(&String::from_utf8_lossy(&stat))
+    let stat = fs::read(directory.join("stat"))?;
+    parse_stat(&String::from_utf8_lossy(&stat)).ok_or(Missing::Unreadable)
 }
 
 fn parse_stat(text: &str) -> Option<Stat> {
@@ -166,8 +245,27 @@ fn parse_stat(text: &str) -> Option<Stat> {
     let (_, comm) = head.split_once(" (")?;
     let mut fields = fields.split_ascii_whitespace();
     let state = fields.next()?;
-    let start_ticks = fields.nth(18)?.parse().ok()?;
-    (!matches!(state, "Z" | "X" | "x")).then(|| Stat { comm: comm.into(), start_ticks })
+    let threads = fields.nth(16)?.parse().ok()?;
+    let start_ticks = fields.nth(1)?.parse().ok()?;
+    Some(Stat { comm: comm.into(), start_ticks, leader_ended: matches!(state, "Z" | "X" | "x"), threads })
+}
+
+/// The text of `cgroup` of a thread that lives, in the directory of its process.
+fn of_a_live_thread(process: &Path) -> Result<String, Missing> {
+    for thread in fs::read_dir(process.join("task"))? {
+        let thread = thread?.path();
+        match read_stat_at(&thread) {
+            Ok(stat) if !stat.leader_ended => {
+                match fs::read_to_string(thread.join("cgroup")).map_err(Missing::from) {
+                    Err(Missing::Gone) => {}
+                    found => return found,
+                }
+            }
+            Ok(_) | Err(Missing::Gone) => {}
+            Err(unreadable) => return Err(unreadable),
+        }
+    }
+    Err(Missing::Gone)
 }
 
 /// Bytes that the driver maps from [`UVM`] in every process with a context, managed memory or not.
@@ -191,23 +289,30 @@ pub(crate) struct DeviceUser {
 /// The processes that have device files of GPUs open: evidence for memory that no process list
 /// explains. Reads the descriptors of every process on the node, so it is for rare use.
 ///
-/// A process whose descriptors the agent may not read is left out.
+/// Also says whether there are processes of which the agent may not read that.
 ///
 /// # Errors
 /// Fails when `proc_root` cannot be listed.
-pub(crate) fn device_users(proc_root: &Path) -> io::Result<Vec<DeviceUser>> {
-    let mut users = Vec::new();
+pub(crate) fn device_users(proc_root: &Path) -> io::Result<(Vec<DeviceUser>, bool)> {
+    let (mut users, mut denied) = (Vec::new(), false);
+    let mut refused = |error: &io::Error| denied |= error.kind() == io::ErrorKind::PermissionDenied;
     for entry in fs::read_dir(proc_root)? {
         let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         let process = proc_root.join(format!("{pid}"));
-        let Ok(files) = fs::read_dir(process.join("fd")) else { continue };
+        let files = match fs::read_dir(process.join("fd")) {
+            Ok(files) => files,
+            Err(error) => {
+                refused(&error);
+                continue;
+            }
+        };
         let mut user = DeviceUser { pid, minors: Vec::new(), managed_bytes: 0 };
         for target in files.flatten().filter_map(|file| fs::read_link(file.path()).ok()) {
             match target.to_str().and_then(device_file) {
-                Some(UVM) if user.managed_bytes == 0 => {
-                    let maps = fs::read_to_string(process.join("maps")).unwrap_or_default();
-                    user.managed_bytes = managed_bytes(&maps);
-                }
+                Some(UVM) if user.managed_bytes == 0 => match fs::read_to_string(process.join("maps")) {
+                    Ok(maps) => user.managed_bytes = managed_bytes(&maps),
+                    Err(error) => refused(&error),
+                },
                 Some(minor) => user.minors.extend(minor.parse::<u32>().ok()),
                 None => {}
             }
@@ -219,7 +324,7 @@ pub(crate) fn device_users(proc_root: &Path) -> io::Result<Vec<DeviceUser>> {
         }
     }
     users.sort_by_key(|user| user.pid);
-    Ok(users)
+    Ok((users, denied))
 }
 
 /// What tells the driver's device files apart: `0`, `ctl`, `-uvm`, ...
@@ -262,14 +367,25 @@ mod tests {
         fn process(&self, pid: u32, start: u64, state: char, cgroup: &str) {
             let dir = self.0.path().join(pid.to_string());
             fs::create_dir_all(dir.join("fd")).unwrap();
-            let zeros = "0 ".repeat(18);
-            fs::write(dir.join("stat"), format!("{pid} (a) b (c) {state} {zeros}{start} 9 9\n")).unwrap();
+            fs::write(dir.join("stat"), stat(pid, start, state, 1)).unwrap();
+            fs::write(dir.join("cgroup"), cgroup).unwrap();
+        }
+
+        fn thread(&self, pid: u32, tid: u32, state: char, cgroup: &str) {
+            let dir = self.0.path().join(format!("{pid}/task/{tid}"));
+            fs::create_dir_all(&dir).unwrap();
+            fs::write(dir.join("stat"), stat(tid, 5, state, 2)).unwrap();
             fs::write(dir.join("cgroup"), cgroup).unwrap();
         }
 
         fn open_file(&self, pid: u32, fd: u32, target: &str) {
             symlink(target, self.0.path().join(format!("{pid}/fd/{fd}"))).unwrap();
         }
+    }
+
+    fn stat(pid: u32, start: u64, state: char, threads: u32) -> String {
+        let zeros = "0 ".repeat(16);
+        format!("{pid} (a) b (c) {state} {zeros}{threads} 0 {start} 9 9\n")
     }
 
     fn pod(owner: &Owner) -> &str {
@@ -320,9 +436,58 @@ mod tests {
         assert_eq!(attributor.owner(child.id()), owner);
         child.kill().unwrap();
         child.wait().unwrap();
+        // The driver lists it still: its memory is being freed.
+        attributor.begin_sample();
+        assert_eq!(attributor.owner(child.id()), owner);
+        attributor.begin_sample_at(Instant::now() + 2 * DYING);
+        assert_eq!(attributor.owner(child.id()), Owner::Gone);
+        attributor.begin_sample();
         attributor.begin_sample();
         assert!(attributor.known.is_empty());
-        assert_eq!(attributor.owner(child.id()), Owner::Gone);
+    }
+
+    #[test]
+    fn a_process_that_is_dying_keeps_its_owner_for_a_while_and_its_pid_used_again_has_another() {
+        let proc = FakeProc::new();
+        let mut attributor = Attributor::new(proc.0.path());
+        proc.process(NO_PID, 5, 'S', POD_A);
+        attributor.begin_sample();
+        let owner = attributor.owner(NO_PID);
+        proc.process(NO_PID, 5, 'Z', POD_A);
+        attributor.begin_sample();
+        assert_eq!(attributor.owner(NO_PID), owner);
+        let at = attributor.now;
+        attributor.begin_sample_at(at + DYING);
+        assert_eq!(attributor.owner(NO_PID), owner);
+        attributor.begin_sample_at(at + 2 * DYING);
+        assert_eq!(attributor.owner(NO_PID), Owner::Gone);
+        proc.process(NO_PID, 900, 'S', POD_B);
+        attributor.begin_sample_at(at + 2 * DYING);
+        assert_eq!(pod(&attributor.owner(NO_PID)), "00000000-1111-2222-3333-444444444444");
+    }
+
+    #[test]
+    fn a_process_whose_first_thread_ended_lives_on_in_the_others() {
+        let proc = FakeProc::new();
+        proc.process(NO_PID, 5, 'Z', "0::/\n");
+        fs::write(proc.0.path().join(format!("{NO_PID}/stat")), stat(NO_PID, 5, 'Z', 2)).unwrap();
+        proc.thread(NO_PID, NO_PID, 'Z', "0::/\n");
+        proc.thread(NO_PID, NO_PID + 1, 'S', POD_A);
+        let mut attributor = Attributor::new(proc.0.path());
+        for _ in 0..3 {
+            attributor.begin_sample();
+            assert_eq!(pod(&attributor.owner(NO_PID)), "8f0c1c3e-52f4-4c8e-9a66-6f5b4f2c9d10");
+        }
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_read_is_not_called_gone() {
+        let proc = FakeProc::new();
+        // Reading a directory fails, whoever reads it.
+        fs::create_dir_all(proc.0.path().join(format!("{NO_PID}/stat"))).unwrap();
+        let mut attributor = Attributor::new(proc.0.path());
+        attributor.begin_sample();
+        assert_eq!(attributor.owner(NO_PID), Owner::Unknown);
     }
 
     #[test]
@@ -339,6 +504,8 @@ mod tests {
             child.kill().unwrap();
             child.wait().unwrap();
         }
+        attributor.begin_sample();
+        assert!(attributor.known.values().all(|known| known.ended.is_some()));
         attributor.begin_sample();
         assert!(attributor.known.is_empty());
     }
@@ -366,9 +533,10 @@ mod tests {
 
     #[test]
     fn a_stat_line_is_read_by_its_last_parenthesis() {
-        let zeros = "0 ".repeat(18);
-        let stat = parse_stat(&format!("7 (x) S 1 (y) S {zeros}42 0")).unwrap();
-        assert_eq!(stat, Stat { comm: "x) S 1 (y".into(), start_ticks: 42 });
+        let zeros = "0 ".repeat(16);
+        let stat = parse_stat(&format!("7 (x) S 1 (y) S {zeros}3 0 42 0")).unwrap();
+        let comm = "x) S 1 (y".into();
+        assert_eq!(stat, Stat { comm, start_ticks: 42, leader_ended: false, threads: 3 });
         for bad in ["", "7 (x", "7 (x) S", "7 (x) S 1 2 3"] {
             assert_eq!(parse_stat(bad), None, "{bad}");
         }
@@ -396,10 +564,13 @@ mod tests {
         fs::create_dir(proc.0.path().join("self")).unwrap();
         assert_eq!(
             device_users(proc.0.path()).unwrap(),
-            [
-                DeviceUser { pid: 2, minors: vec![0, 1], managed_bytes: 0 },
-                DeviceUser { pid: 3, minors: vec![0], managed_bytes: 1 << 30 },
-            ]
+            (
+                vec![
+                    DeviceUser { pid: 2, minors: vec![0, 1], managed_bytes: 0 },
+                    DeviceUser { pid: 3, minors: vec![0], managed_bytes: 1 << 30 },
+                ],
+                false
+            )
         );
     }
 }

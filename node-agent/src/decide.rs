@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use highwater_crds::{
-    Action, ActionType, DriverReserve, Freeze, GpuMemoryNodeSpec, Level, Mode, PlanBreaker, PlanLayer,
-    PlanQuota,
+    Action, ActionType, Breaker, DriverReserve, Freeze, GpuMemoryNodeSpec, Level, Mode, PlanBreaker,
+    PlanLayer, PlanQuota,
 };
 use highwater_policy::{
     breaker::{self, Transition},
@@ -150,6 +150,31 @@ impl Rules {
             })
             .collect();
         Self { layers, tenants, reserve }
+    }
+
+    /// Goes on from the level that was shown last, by an earlier agent.
+    pub(crate) fn resume(&mut self, level: Level, now: Millis) {
+        let layer = self.layers.iter_mut().find(|layer| layer.breaker.is_some());
+        if let Some(layer) = layer.filter(|layer| layer.state.level < level) {
+            layer.state = breaker::State::at(level, now);
+        }
+    }
+
+    /// The place of the layer that binds.
+    pub(crate) fn enforced(&self) -> Option<usize> {
+        self.layers.iter().position(|layer| layer.mode == Mode::Enforce)
+    }
+
+    /// The longest that anything the plan asks for must last before it is acted on, in
+    /// milliseconds.
+    pub(crate) fn longest_hold(&self) -> u64 {
+        let marks = self.layers.iter().filter_map(|layer| layer.breaker.as_ref()).flat_map(|rule| {
+            let Breaker { warning, critical, emergency, .. } = &rule.value;
+            [warning, critical, emergency].into_iter().flatten().map(|mark| mark.hold_milliseconds)
+        });
+        let breaches = self.tenants.iter().flat_map(|tenant| &tenant.terms);
+        let breaches = breaches.filter_map(|terms| Some(terms.breach()?.terms.hold_milliseconds));
+        marks.chain(breaches).max().and_then(|hold| u64::try_from(hold).ok()).unwrap_or(0)
     }
 
     /// Moves breakers and quotas on by a sample.

@@ -6,13 +6,13 @@
 //! reason was seen. What is for the API server is handed over as jobs.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use highwater_crds::{ByteSize, DeviceFault, Mode, Strength, TopPod};
+use highwater_crds::{ByteSize, DeviceFault, GpuMemoryNode, Level, Mode, Strength, TopPod};
 use highwater_policy::{
     episode,
     ledger::Sample,
@@ -25,17 +25,17 @@ use tracing::{error, info, warn};
 
 use crate::{
     account::{Device, memory},
-    act::Acts,
+    act::{Acts, At},
     decide::{Change, Place, Rules, Tenant, Wanted},
     episodes::{Episodes, Moment, name_of},
-    evidence::{Evidence, User},
+    evidence::{Evidence, Found},
     metrics::{Gauges, Metrics},
     plan::{Cache, Plan},
     pod_resources::Snapshot,
     publish::{Attempt, Done, Job, NodeWriter, Notice, What},
     sampler::{Pass, Report, Sampled},
     signal::Signals,
-    world::{Pod, World, WorldChange},
+    world::{self, Pod, World, WorldChange},
 };
 
 /// Without a word from the API server for so long, it is asked whether it is there.
@@ -67,6 +67,11 @@ pub(crate) struct Engine {
     watch: Option<Watch>,
     driver: Option<String>,
     devices: Vec<(Device, Rules)>,
+    /// The levels that an earlier agent showed, by UUID, as far as nobody has gone on from them.
+    /// Absent: not known yet.
+    levels: Option<HashMap<String, Level>>,
+    /// Since when devices have been measured without a break.
+    measured: Option<Millis>,
     last_pass: Option<(Millis, Timestamp)>,
     blocked: Option<Duration>,
     acts: Acts,
@@ -92,14 +97,15 @@ impl Engine {
         submit: impl FnMut(Job) + 'static,
     ) -> prometheus::Result<Self> {
         let mut cache = Cache::new(state_dir);
+        let (started, wall) = clock();
         Ok(Self {
             clock,
             node: node.to_owned(),
             release_namespace: release_namespace.to_owned(),
-            started: clock().0,
+            started,
             world: World::default(),
             resources: Snapshot::default(),
-            plan: cache.load(node),
+            plan: cache.load(node, Millis::default(), wall),
             cache,
             binds: false,
             stale: true,
@@ -108,6 +114,8 @@ impl Engine {
             watch: None,
             driver: None,
             devices: Vec::new(),
+            levels: None,
+            measured: None,
             last_pass: None,
             blocked: None,
             acts: Acts::new(signals),
@@ -136,14 +144,19 @@ impl Engine {
                 let mut before = std::mem::take(&mut self.devices);
                 self.devices = devices
                     .into_iter()
-                    .map(|info| match before.iter().position(|(device, _)| device.info == info) {
-                        Some(at) => before.swap_remove(at),
+                    .map(|info| match before.iter().position(|(device, _)| *device.uuid == *info.uuid) {
+                        Some(at) => {
+                            let (mut device, rules) = before.swap_remove(at);
+                            device.describe(info);
+                            (device, rules)
+                        }
                         None => (Device::new(info), Rules::default()),
                     })
                     .collect();
                 self.stale = true;
             }
             Report::Failed(why) => self.let_go(Watch::NoDriver(why)),
+            Report::Closing(why) => self.let_go(Watch::StandingDown(why)),
             Report::Closed => {
                 info!("every device handle is closed");
                 self.let_go(Watch::StandDown);
@@ -156,6 +169,7 @@ impl Engine {
         self.devices.clear();
         self.watch = Some(watch);
         self.last_pass = None;
+        self.measured = None;
     }
 
     /// A round of samples was dropped.
@@ -177,11 +191,15 @@ impl Engine {
             }
         }
         if plan {
-            self.plan = self.world.object.as_ref().map(|object| Plan::of(&self.node, object, wall));
+            let object = self.world.object.as_ref();
+            self.plan = object.map(|object| Plan::of(&self.node, object, now, wall));
+            let status = object.and_then(|object| object.status.as_ref());
+            let devices = status.map_or(&[][..], |status| status.devices.as_slice());
+            self.levels.get_or_insert_with(|| devices.iter().map(|d| (d.uuid.clone(), d.level)).collect());
             if let Some(plan) = &self.plan {
                 self.cache.save(plan);
             }
-            self.check_plan(wall);
+            self.check_plan(now);
             self.writer.seen(self.world.object.as_ref(), now);
         }
     }
@@ -201,18 +219,23 @@ impl Engine {
     }
 
     /// These processes have devices open.
-    pub(crate) fn found(&mut self, users: Vec<User>) {
-        self.evidence.set(users);
+    pub(crate) fn found(&mut self, found: Found) {
+        self.evidence.set(found);
     }
 
     /// A job ended.
     pub(crate) fn done(&mut self, done: Done) {
         let (now, _) = self.now();
-        if done.answered {
+        if done.written {
             self.heard();
         }
         match done.what {
-            What::CreateNode => self.writer.created(done.written, now),
+            What::CreateNode(object) => {
+                self.writer.created(done.written, now);
+                if let Some(object) = object {
+                    self.world(WorldChange::Plan(world::Change::Upsert(*object)));
+                }
+            }
             What::Status(status) => self.writer.written(*status, done.written, now),
             What::Create(key, incident) => {
                 let name = name_of(&incident);
@@ -225,11 +248,33 @@ impl Engine {
             What::Observe(name, observation) => {
                 if done.gone {
                     self.world.incidents.remove(&name);
+                } else if let Some(incident) = self.world.incidents.get_mut(&name).filter(|_| done.written) {
+                    // The watch will say so as well, but the next episode need not wait for it.
+                    incident.status.get_or_insert_default().observation = Some(observation.clone());
                 }
                 self.episodes.observed(&name, observation, done.written, now);
             }
-            What::Probe => self.probe.done(done.answered, now),
+            What::Probe(object) => {
+                self.probe.done(done.written, now);
+                match object {
+                    Some(object) if !self.is_older(&object) => {
+                        self.world(WorldChange::Plan(world::Change::Upsert(*object)));
+                    }
+                    None if done.written => {
+                        self.world(WorldChange::Plan(world::Change::Reset { items: vec![], complete: true }));
+                    }
+                    _ => {}
+                }
+            }
         }
+    }
+
+    /// Whether the watch has shown a later plan already.
+    fn is_older(&self, object: &GpuMemoryNode) -> bool {
+        self.world.object.as_ref().is_some_and(|known| {
+            known.metadata.uid == object.metadata.uid
+                && known.metadata.generation > object.metadata.generation
+        })
     }
 
     /// Every quarter of a second: what does not depend on a sample.
@@ -245,7 +290,7 @@ impl Engine {
                 rules.step(&device.ledger, now);
             }
         }
-        self.check_plan(wall);
+        self.check_plan(now);
         let silent = self.since_contact().is_none_or(|silent| silent >= PROBE_AFTER);
         if silent && self.probe.ready(now) {
             self.probe.start();
@@ -260,8 +305,8 @@ impl Engine {
     }
 
     /// Whether there is a plan that binds.
-    fn check_plan(&mut self, wall: Timestamp) {
-        let binds = self.plan.as_ref().is_some_and(|plan| plan.binds(wall));
+    fn check_plan(&mut self, now: Millis) {
+        let binds = self.plan.as_ref().is_some_and(|plan| plan.binds(now));
         if std::mem::replace(&mut self.binds, binds) && !binds {
             warn!("no plan binds any more: measuring only");
         }
@@ -278,6 +323,7 @@ impl Engine {
         for sampled in &pass.devices {
             urgent |= self.account_and_decide(sampled, now);
         }
+        self.measured = self.measured.or(Some(now));
         self.last_pass = Some((now, pass.wall));
         self.conclude(now, pass.wall);
         if urgent {
@@ -297,6 +343,10 @@ impl Engine {
         };
         for (device, rules) in &mut self.devices {
             *rules = Rules::of(device, place, rules);
+            // An older level than that of the present plan's first look says nothing.
+            if let Some(level) = self.levels.as_mut().and_then(|levels| levels.remove(&*device.uuid)) {
+                rules.resume(level, now);
+            }
         }
     }
 
@@ -314,9 +364,10 @@ impl Engine {
             return false;
         };
         let fault = device.fault;
-        let tenants = &rules.tenants;
+        let (tenants, enforced) = (&rules.tenants, rules.enforced());
         let declared = |uid: &str| {
-            tenants.iter().find(|tenant| *tenant.pod.kubelet_uid == *uid).map_or(0, declared_part)
+            let tenant = tenants.iter().find(|tenant| *tenant.pod.kubelet_uid == *uid);
+            tenant.zip(enforced).map_or(0, |(tenant, layer)| declared_part(tenant, layer))
         };
         let sample = Sample {
             memory: memory(&sampled.reading),
@@ -395,10 +446,16 @@ impl Engine {
                 wanted.entry(&pod.kubelet_uid).or_insert((pod, None));
             }
         }
+        let at = At {
+            now,
+            wall,
+            measured: self.measured.unwrap_or(now),
+            hold: self.devices.iter().map(|(_, rules)| rules.longest_hold()).max().unwrap_or(0),
+        };
         let mut notices = Vec::new();
         for (pod, wanted) in wanted.into_values() {
             let paused = self.world.paused(&pod.facts, &self.release_namespace);
-            notices.extend(self.acts.show(pod, wanted.as_ref(), paused, now, wall));
+            notices.extend(self.acts.show(pod, wanted.as_ref(), paused, at));
         }
         for notice in notices {
             (self.submit)(Job::Tell(notice));
@@ -413,8 +470,14 @@ impl Engine {
         if !self.world.synced.plan {
             return;
         }
+        // What is stored says more than nothing.
+        let known = self.last_pass.is_some() || self.devices.iter().any(|(device, _)| device.is_sampled());
         let job = if self.world.object.is_none() {
-            self.world.node.as_ref().and_then(|node| self.writer.create(&node.uid, now))
+            // One that cannot be read is there.
+            let node = self.world.node.as_ref().filter(|_| self.world.object_readable);
+            node.as_ref().and_then(|node| self.writer.create(&node.uid, now))
+        } else if *watch == Watch::On && !known {
+            None
         } else {
             let facts = self.facts(watch.clone());
             let status = node_status::status(&facts, self.writer.stored(), wall);
@@ -468,14 +531,13 @@ impl Engine {
         }
     }
 
-    /// The text of all metrics.
-    pub(crate) fn render(&self) -> String {
-        let (_, wall) = self.now();
-        let plan_age = self.plan.as_ref().map(|plan| plan.age(wall).unsigned_abs());
+    /// The text of all metrics. `told` is when the kubelet said last which pod has which device.
+    pub(crate) fn render(&self, told: Option<tokio::time::Instant>) -> String {
+        let plan_age = self.plan.as_ref().map(|plan| plan.age(self.now().0));
         let gauges = Gauges {
             plan_age,
             api_contact_age: self.since_contact(),
-            pod_resources_age: self.resources.at.map(|at| at.elapsed()),
+            pod_resources_age: told.map(|at| at.elapsed()),
             incidents_open: self.world.incidents.values().filter(|i| !episode::is_closed(i)).count(),
             signals_written: self.acts.written,
             signals_failed: self.acts.failed,
@@ -511,8 +573,9 @@ impl Engine {
     fn heard(&mut self) {
         let (at, wall) = (self.clock)();
         self.contact = Some(at);
+        let now = self.millis(at);
         if let Some(plan) = &mut self.plan {
-            plan.contact = wall;
+            plan.confirm(now, wall);
             self.cache.save(plan);
         }
     }
@@ -532,10 +595,12 @@ impl Engine {
     }
 }
 
-/// The part of a pod's memory that it preallocates by design: at most its limit.
-fn declared_part(tenant: &Tenant) -> u64 {
+/// The part of a pod's memory that it preallocates by design: at most its limit in the layer that
+/// binds. A pod without one declares nothing, for nothing would bound it.
+fn declared_part(tenant: &Tenant, layer: usize) -> u64 {
     let declared = tenant.pod.facts.declared.map_or(0, ByteSize::bytes);
-    tenant.quota().map_or(declared, |quota| declared.min(quota.limit))
+    let quota = tenant.terms.get(layer).and_then(|terms| terms.quota.as_ref());
+    quota.map_or(0, |quota| declared.min(quota.limit))
 }
 
 fn breach_notice(tenant: &Tenant, device: &str) -> Notice {
@@ -559,8 +624,8 @@ mod tests {
     };
 
     use highwater_crds::{
-        Decision, DecisionState, GpuMemoryIncident, GpuMemoryIncidentStatus, GpuMemoryNode, IncidentKind,
-        Level, Observation, ObservationState,
+        Decision, DecisionState, GpuMemoryIncident, GpuMemoryIncidentStatus, IncidentKind, Observation,
+        ObservationState,
     };
     use highwater_gpu::{CallError, DeviceInfo, ErrorClass, Kinds, Partition, Process, Reading};
     use highwater_policy::{
@@ -569,6 +634,7 @@ mod tests {
     };
     use jiff::SignedDuration;
     use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+    use kube::ResourceExt;
     use serde_json::{Value, json};
 
     use super::*;
@@ -672,13 +738,23 @@ mod tests {
 
         /// Samples `GPU-0` after `after` milliseconds: these pods hold so many GiB.
         fn sample(&mut self, after: u64, held: &[(&str, u64)]) {
+            let holder = |pod: &str| Holder::Container { pod: pod.into(), container: None };
+            let held: Vec<_> = held.iter().map(|(pod, gib)| (holder(pod), *gib)).collect();
+            self.hold(after, &held);
+        }
+
+        /// Samples `GPU-0` after `after` milliseconds: these hold so many GiB.
+        fn hold(&mut self, after: u64, held: &[(Holder, u64)]) {
             let used = held.iter().map(|(_, gib)| gib * GI).sum();
             let charges: Vec<Charge> = held
                 .iter()
-                .map(|(pod, gib)| Charge {
-                    pid: u32::from(pod.as_bytes()[0]),
+                .map(|(holder, gib)| Charge {
+                    pid: match holder {
+                        Holder::Container { pod, .. } => u32::from(pod.as_bytes()[0]),
+                        _ => 1,
+                    },
                     bytes: Some(gib * GI),
-                    holder: Holder::Container { pod: (*pod).into(), container: None },
+                    holder: holder.clone(),
                 })
                 .collect();
             let processes =
@@ -757,7 +833,7 @@ mod tests {
     }
 
     fn done(what: What) -> Done {
-        Done { answered: true, written: true, gone: false, what }
+        Done { written: true, gone: false, what }
     }
 
     fn reset<T, const N: usize>(items: [T; N]) -> Set<T> {
@@ -881,8 +957,187 @@ mod tests {
         });
         bench.world(WorldChange::Incident(Set::Upsert(incident)));
         bench.sample(100, &[("a", 9)]);
-        bench.sample(300, &[("a", 9)]);
+        bench.sample(900, &[("a", 9)]);
         assert_eq!(bench.created()[0].spec.episode, 2);
+    }
+
+    #[test]
+    fn a_breach_while_the_end_of_the_last_is_being_written_has_an_incident_of_its_own() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        bench.sample(0, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        bench.created();
+        bench.sample(100, &[("a", 7)]);
+        let jobs = bench.jobs();
+        bench.sample(100, &[("a", 9)]);
+        bench.sample(1_500, &[("a", 9)]);
+        assert!(bench.created().is_empty(), "it may be the same episode");
+        for job in jobs {
+            if let Job::Observe(name, observation) = job {
+                bench.engine.done(done(What::Observe(name, observation)));
+            }
+        }
+        bench.sample(100, &[("a", 9)]);
+        let created = bench.created();
+        assert_eq!((created.len(), created[0].spec.episode), (1, 2));
+    }
+
+    #[test]
+    fn an_incident_deleted_while_its_reason_holds_is_opened_anew() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        bench.sample(0, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        let incident = bench.created().remove(0);
+        bench.world(WorldChange::Incident(Set::Remove(incident)));
+        bench.sample(100, &[("a", 9)]);
+        assert_eq!(bench.created().len(), 1);
+    }
+
+    #[test]
+    fn an_incident_found_in_place_of_the_new_one_that_has_ended_is_not_taken_for_it() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        bench.sample(0, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        for job in bench.jobs() {
+            let Job::Create(key, mut there) = job else { continue };
+            let observation =
+                Observation { state: ObservationState::Gone, bytes: None, at: MicroTime(clock().1) };
+            there.status = Some(GpuMemoryIncidentStatus { observation: Some(observation), decision: None });
+            bench.engine.done(done(What::Create(key, there)));
+        }
+        bench.sample(100, &[("a", 9)]);
+        assert_eq!(bench.created()[0].spec.episode, 2);
+    }
+
+    #[test]
+    fn episodes_of_one_pod_open_ever_less_often() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        let mut opened = 0;
+        for _ in 0..300 {
+            for gib in [9, 9, 9, 7] {
+                bench.sample(100, &[("a", gib)]);
+                for job in bench.jobs() {
+                    match job {
+                        Job::Create(key, incident) => {
+                            opened += 1;
+                            bench.engine.done(done(What::Create(key, incident)));
+                        }
+                        Job::Observe(name, seen) => bench.engine.done(done(What::Observe(name, seen))),
+                        _ => {}
+                    }
+                }
+            }
+        }
+        assert!((3..=8).contains(&opened), "{opened} in 2 minutes");
+    }
+
+    #[test]
+    fn a_breach_that_cannot_be_measured_any_more_begins_no_episode() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        bench.world(WorldChange::Node(Set::Upsert(NodeFacts { uid: "node".into(), ..NodeFacts::default() })));
+        let life = |bench: &mut Bench, binds| bench.engine.binds = binds;
+        life(&mut bench, false);
+        bench.sample(0, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        life(&mut bench, true);
+        bench.engine.tick(&["GPU-0".into()], None);
+        bench.pass(100, vec![]);
+        assert!(bench.created().is_empty());
+    }
+
+    #[test]
+    fn a_breaker_leaves_a_subject_about_which_nothing_is_done() {
+        let mut layer = layer("Enforce");
+        layer["quotas"][0]["value"]["breach"] = json!({"actions": []});
+        for (state, reason, next) in [
+            (DecisionState::Failed, "EvictionRefused", Some("b")),
+            (DecisionState::Suppressed, "OwnerKindNotListed", Some("b")),
+            (DecisionState::Suppressed, "DryRun", None),
+        ] {
+            let mut bench = Bench::new(&json!([layer]));
+            bench.sample(0, &[("a", 40), ("b", 34)]);
+            let incident = bench.created().remove(0);
+            assert_eq!(subject(&incident), Some("a"));
+            bench.decide(&incident, state, reason);
+            bench.sample(100, &[("a", 40), ("b", 34)]);
+            let created = bench.created();
+            assert_eq!(created.first().and_then(subject), next, "{reason}");
+            // With nobody left to turn to it stays with the last.
+            if let Some(second) = created.first() {
+                bench.decide(second, state, reason);
+                bench.sample(100, &[("a", 40), ("b", 34)]);
+                assert!(bench.created().is_empty());
+            }
+        }
+    }
+
+    #[test]
+    fn a_restarted_agent_goes_on_with_the_breakers_episode_that_it_finds() {
+        let mut layer = layer("Enforce");
+        layer["quotas"][0]["value"]["breach"] = json!({"actions": []});
+        let mut bench = Bench::new(&json!([layer]));
+        bench.sample(0, &[("a", 40), ("b", 34)]);
+        let incident = bench.created().remove(0);
+        let mut bench = Bench::unsynced(&json!([layer]));
+        bench.sample(0, &[("a", 34), ("b", 41)]);
+        bench.world(WorldChange::Incident(reset([incident])));
+        bench.sample(100, &[("a", 34), ("b", 41)]);
+        bench.sample(100, &[("a", 34), ("b", 41)]);
+        assert!(bench.created().is_empty(), "b is the worst now, but a was picked");
+    }
+
+    #[test]
+    fn a_breakers_episode_ends_with_its_level() {
+        let mut layer = layer("Enforce");
+        layer["quotas"][0]["value"]["breach"] = json!({"actions": []});
+        layer["rules"][0]["breakers"][0]["value"]["minimumStayMilliseconds"] = json!(60_000);
+        let mut bench = Bench::new(&json!([layer]));
+        bench.sample(0, &[("a", 40), ("b", 34)]);
+        bench.created();
+        bench.sample(100, &[("a", 32), ("b", 34)]);
+        assert_eq!(bench.observed(), [ObservationState::Recovered]);
+        bench.sample(5_000, &[("a", 37), ("b", 34)]);
+        assert!(bench.created().is_empty(), "above the clear mark, but never again at the trip mark");
+        bench.sample(100, &[("a", 39), ("b", 34)]);
+        assert_eq!(bench.created().len(), 1);
+    }
+
+    #[test]
+    fn memory_of_a_pod_that_is_gone_is_neither_recovered_nor_gone() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        bench.sample(0, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        let incident = bench.created().remove(0);
+        bench.decide(&incident, DecisionState::Verifying, "Evicted");
+        bench.world(WorldChange::Pod(Set::Remove(pod("a"))));
+        bench.sample(2_000, &[("a", 9)]);
+        assert_eq!(bench.observed(), [ObservationState::Over]);
+        // Its process is dead and still has all of it.
+        bench.hold(100, &[(Holder::Gone, 9)]);
+        assert_eq!(bench.observed(), [ObservationState::Unknown]);
+        bench.hold(100, &[]);
+        assert_eq!(bench.observed(), [ObservationState::Gone]);
+    }
+
+    #[test]
+    fn the_most_incidents_of_a_node_include_those_that_are_being_created() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        let names: Vec<String> = (0..40).map(|n| format!("{}{n}", char::from(b'A' + n))).collect();
+        let mut layer = layer("Enforce");
+        layer["quotas"][0]["value"]["default"]["limit"] = json!("512Mi");
+        let spec = serde_json::from_value(json!({"planLifeSeconds": 600, "layers": [layer]})).unwrap();
+        bench.world(WorldChange::Plan(Set::Upsert(GpuMemoryNode::new("n1", spec))));
+        bench.world(WorldChange::Pod(Set::Reset {
+            items: names.iter().map(|name| pod(name)).collect(),
+            complete: true,
+        }));
+        let held: Vec<(&str, u64)> = names.iter().map(|name| (name.as_str(), 1)).collect();
+        let mut creations = 0;
+        for _ in 0..5 {
+            bench.sample(300, &held);
+            creations += bench.jobs().iter().filter(|job| matches!(job, Job::Create(..))).count();
+        }
+        assert_eq!(creations, episode::MAX_OPEN);
     }
 
     #[test]
@@ -937,6 +1192,7 @@ mod tests {
         bench.sample(0, &[("a", 75)]);
         bench.sample(300, &[("a", 75)]);
         assert!(bench.created().is_empty());
+        bench.sample(12_000, &[("a", 75)]);
         let text = std::fs::read_to_string(volume.join("pressure")).unwrap();
         assert!(text.contains("Normal"), "{text}");
         assert_eq!(bench.engine.facts(Watch::On).devices[0].freeze, None);
@@ -959,6 +1215,7 @@ mod tests {
     fn d18_a_steady_node_writes_its_status_once() {
         let mut bench = Bench::new(&json!([layer("Enforce")]));
         let mut statuses = 0;
+        let mut object = bench.engine.world.object.clone().unwrap();
         for _ in 0..2_000 {
             bench.sample(100, &[("a", 5), ("b", 8)]);
             bench.engine.tick(&[], None);
@@ -966,9 +1223,10 @@ mod tests {
                 match job {
                     Job::Status(status) => {
                         statuses += 1;
+                        object.status = Some((*status).clone());
                         bench.engine.done(done(What::Status(status)));
                     }
-                    Job::Probe => bench.engine.done(done(What::Probe)),
+                    Job::Probe => bench.engine.done(done(What::Probe(Some(Box::new(object.clone()))))),
                     other => panic!("{other:?}"),
                 }
             }
@@ -987,7 +1245,7 @@ mod tests {
         };
         bench.pass(100, vec![lost]);
         bench.sample(100, &[("a", 5)]);
-        let text = bench.engine.render();
+        let text = bench.engine.render(None);
         assert!(text.contains("highwater_device_up{device=\"1\",node=\"n1\"} 0"), "{text}");
         assert!(text.contains("highwater_device_errors_total{device=\"1\",error=\"lost\",node=\"n1\"} 1"));
         assert!(
@@ -1021,7 +1279,7 @@ mod tests {
         assignments.pods.insert(("team".into(), "c".into()), vec![device]);
         bench.engine.resources(Snapshot { assignments: Arc::new(assignments), at: None });
         bench.sample(0, &[("a", 5)]);
-        let text = bench.engine.render();
+        let text = bench.engine.render(None);
         let series = |pod: &str, value: &str| {
             format!(
                 "highwater_pod_memory_used_bytes{{device=\"0\",namespace=\"team\",node=\"n1\",pod=\"{pod}\"}} {value}\n"
@@ -1031,7 +1289,7 @@ mod tests {
         assert!(text.contains(&series("a", "5368709120")));
         bench.world(WorldChange::Pod(Set::Remove(pod("c"))));
         bench.sample(100, &[("a", 5)]);
-        assert!(!bench.engine.render().contains("pod=\"c\""));
+        assert!(!bench.engine.render(None).contains("pod=\"c\""));
     }
 
     #[test]
@@ -1048,5 +1306,172 @@ mod tests {
         let condition = &status.unwrap().conditions[0];
         assert_eq!((condition.status.as_str(), condition.reason.as_str()), ("False", "StandDown"));
         assert_eq!(bench.engine.ready(), Ok(()));
+    }
+
+    fn failed(what: What) -> Done {
+        Done { written: false, ..done(what) }
+    }
+
+    #[test]
+    fn the_age_of_what_the_kubelet_said_is_of_the_last_answer_not_of_the_last_change() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        let now = tokio::time::Instant::now();
+        bench.engine.resources(Snapshot {
+            assignments: Arc::default(),
+            at: now.checked_sub(Duration::from_hours(1)),
+        });
+        let text = bench.engine.render(Some(now));
+        let age = text.lines().find(|line| line.starts_with("highwater_pod_resources_age_seconds{")).unwrap();
+        assert!(age.rsplit(' ').next().unwrap().parse::<f64>().unwrap() < 1800.0, "{age}");
+    }
+
+    #[test]
+    fn the_node_object_is_created_once_and_never_in_place_of_one_that_cannot_be_read() {
+        for readable in [true, false] {
+            let mut bench = Bench::new(&json!([layer("Enforce")]));
+            bench.sample(0, &[]);
+            bench.jobs();
+            let object = bench.engine.world.object.take().unwrap();
+            bench.world(WorldChange::Plan(Set::Reset { items: vec![], complete: readable }));
+            let mut created = 0;
+            for _ in 0..100 {
+                bench.sample(300, &[]);
+                bench.engine.tick(&[], None);
+                for job in bench.jobs() {
+                    if let Job::CreateNode(_) = job {
+                        created += 1;
+                        let object = Some(Box::new(object.clone()));
+                        bench.engine.done(done(What::CreateNode(object)));
+                    }
+                }
+            }
+            assert_eq!(created, usize::from(readable));
+        }
+    }
+
+    #[test]
+    fn only_a_success_is_contact_and_what_a_probe_reads_is_the_plan() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        let mut object = bench.engine.world.object.clone().unwrap();
+        TIME.set(601_000);
+        bench.engine.tick(&[], None);
+        assert!(bench.jobs().iter().any(|job| matches!(job, Job::Probe)));
+        bench.engine.done(failed(What::Probe(None)));
+        bench.engine.tick(&[], None);
+        assert!(!bench.engine.binds);
+        object.metadata.generation = Some(7);
+        bench.engine.done(done(What::Probe(Some(Box::new(object.clone())))));
+        assert!(bench.engine.binds);
+        assert_eq!(bench.engine.plan.as_ref().unwrap().generation, Some(7));
+        // An answer that was overtaken by the watch is left aside.
+        object.metadata.generation = Some(6);
+        bench.engine.done(done(What::Probe(Some(Box::new(object)))));
+        assert_eq!(bench.engine.plan.as_ref().unwrap().generation, Some(7));
+        bench.engine.done(done(What::Probe(None)));
+        assert!(!bench.engine.binds);
+    }
+
+    #[test]
+    fn after_a_restart_the_level_that_was_shown_holds_on_and_nothing_is_written_before_a_sample() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        bench.sample(0, &[("a", 5), ("b", 60)]);
+        let (_, wall) = clock();
+        let status = node_status::status(&bench.engine.facts(Watch::On), None, wall);
+        assert_eq!(status.devices[0].level, Level::Critical);
+        let mut object = bench.engine.world.object.clone().unwrap();
+        object.status = Some(status);
+
+        let mut bench = Bench::unsynced(&json!([layer("Enforce")]));
+        bench.engine.levels = None;
+        bench.world(WorldChange::Plan(reset([object])));
+        bench.engine.tick(&[], None);
+        assert!(!bench.jobs().iter().any(|job| matches!(job, Job::Status(_))));
+        // Between the marks: kept if it was entered, not entered anew.
+        bench.sample(0, &[("a", 5), ("b", 57)]);
+        let facts = bench.engine.facts(Watch::On);
+        assert_eq!((facts.devices[0].level, facts.devices[0].freeze.is_some()), (Level::Critical, true));
+        bench.sample(2_000, &[("a", 5)]);
+        assert_eq!(bench.engine.facts(Watch::On).devices[0].level, Level::Normal);
+    }
+
+    #[test]
+    fn a_device_described_anew_is_the_same_device() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        bench.sample(0, &[("a", 75)]);
+        let mut info = bench.engine.devices[0].0.info.clone();
+        info.total = None;
+        info.index = 4;
+        bench.engine.report(Report::Opened { version: "580".into(), devices: vec![info] });
+        let facts = bench.engine.facts(Watch::On);
+        assert_eq!((facts.devices[0].level, &*facts.devices[0].label), (Level::Emergency, "4"));
+        assert_eq!(bench.engine.devices[0].0.info.total, Some(80 * GI));
+    }
+
+    #[test]
+    fn only_a_limit_that_binds_lets_a_pod_declare_memory() {
+        let declares = PodFacts { declared: Some(ByteSize::gib(70)), ..pod("a") };
+        let mut unlimited = layer("Enforce");
+        unlimited["quotas"] = json!([]);
+        for (layers, of) in [
+            (json!([layer("Enforce")]), 72),
+            (json!([unlimited]), 80),
+            (json!([layer("DryRun")]), 80),
+            (json!([unlimited, layer("Observe")]), 80),
+        ] {
+            let mut bench = Bench::new(&layers);
+            bench.world(WorldChange::Pod(Set::Upsert(declares.clone())));
+            bench.sample(0, &[("a", 70)]);
+            bench.sample(100, &[("a", 70)]);
+            let share = bench.engine.devices[0].0.ledger.level.unwrap();
+            assert_eq!(share.of, of * GI, "{layers}");
+        }
+    }
+
+    #[test]
+    fn what_keeps_the_agent_from_standing_down_is_said() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        bench.engine.report(Report::Closing("a call about device GPU-0 has not returned".into()));
+        bench.engine.tick(&["GPU-0".into()], None);
+        let status = bench.jobs().into_iter().find_map(|job| match job {
+            Job::Status(status) => Some(status),
+            _ => None,
+        });
+        let condition = &status.unwrap().conditions[0];
+        assert_eq!((condition.status.as_str(), condition.reason.as_str()), ("False", "StandingDown"));
+        assert!(condition.message.contains("GPU-0"));
+    }
+
+    #[test]
+    fn a_question_is_answered_once_even_if_the_operators_clock_is_ahead() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        bench.sample(0, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        let mut incident = bench.created().remove(0);
+        for time in ["2100-01-01T00:00:00Z", "2000-01-01T00:00:00Z"] {
+            incident.annotations_mut().insert(highwater_crds::names::OBSERVE.into(), time.into());
+            bench.decide(&incident, DecisionState::Proposed, "BudgetExhausted");
+            let mut answers = 0;
+            for _ in 0..100 {
+                bench.sample(100, &[("a", 9)]);
+                answers += bench.observed().len();
+            }
+            assert_eq!(answers, 1, "{time}");
+        }
+    }
+
+    #[test]
+    fn a_breakers_subject_that_is_gone_has_no_second_incident_while_the_device_settles() {
+        let mut layer = layer("Enforce");
+        layer["quotas"][0]["value"]["breach"] = json!({"actions": []});
+        let mut bench = Bench::new(&json!([layer]));
+        bench.sample(0, &[("a", 40), ("b", 34)]);
+        bench.created();
+        bench.sample(100, &[("b", 74)]);
+        assert_eq!(bench.observed(), [ObservationState::Gone]);
+        bench.sample(100, &[("b", 74)]);
+        bench.sample(1_700, &[("b", 74)]);
+        assert!(bench.created().is_empty());
+        bench.sample(200, &[("b", 74)]);
+        assert_eq!(bench.created().iter().map(subject).collect::<Vec<_>>(), [Some("b")]);
     }
 }

@@ -5,17 +5,19 @@
 //! present state at every sample, so whatever could not be written is written later.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     sync::Arc,
 };
 
 use highwater_crds::{
-    Action, ActionType, ByteSize, Evidence, GpuMemoryIncident, GpuMemoryIncidentSpec, IncidentKind, Mode,
-    Observation, ObservationState, PlanBreaker, Proposal, Strength, Subject, Watermark, names,
+    Action, ActionType, ByteSize, DecisionState, Evidence, GpuMemoryIncident, GpuMemoryIncidentSpec,
+    IncidentKind, Mode, Observation, ObservationState, PlanBreaker, Proposal, Strength, Subject, Watermark,
+    names,
 };
 use highwater_policy::{
     breaker,
-    episode::{self, Beginning, Key},
+    episode::{self, Beginning, Key, Last},
+    ledger::Ledger,
     quota::EffectiveQuota,
     time::Millis,
     victim::{self, Candidate, Choice},
@@ -34,6 +36,13 @@ use crate::{
 
 /// After a restarted pod is gone, the least time in milliseconds before another is picked.
 const SETTLE: u64 = 2_000;
+/// After an episode of a pod ended, the least time in milliseconds before the next is opened:
+/// doubled each time, up to the second.
+const PAUSE: (u64, u64) = (1_000, 300_000);
+/// After so long without an end, in milliseconds, the pause is the least again.
+const QUIET: u64 = 600_000;
+/// Reason of a decision about a rehearsal: it says nothing against the pod.
+const DRY_RUN: &str = "DryRun";
 /// Neighbours that an incident lists.
 const NEIGHBOURS: usize = 16;
 
@@ -45,6 +54,10 @@ pub(crate) type Name = (String, String);
 pub(crate) struct Episodes {
     running: BTreeMap<Reason, Running>,
     observing: HashMap<Name, Observing>,
+    /// Whose incidents are being created.
+    creating: HashSet<Key>,
+    /// The ends of those whose next episode may have to wait.
+    ended: HashMap<Key, Ended>,
 }
 
 /// Why somebody is to be restarted.
@@ -66,13 +79,32 @@ struct Running {
     attempt: Attempt,
     /// Since when the subject of a breaker's episode holds nothing.
     vacant: Option<Millis>,
+    /// When use of the device last fell below the breaker's clear mark.
+    fell: Option<Millis>,
+    /// It was an earlier agent's.
+    inherited: bool,
+}
+
+/// The end of an episode.
+#[derive(Clone, Copy, Debug)]
+struct Ended {
+    at: Millis,
+    /// How long the next has to wait, in milliseconds.
+    pause: u64,
 }
 
 /// An incident that is observed.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Observing {
     written: Option<Observation>,
+    /// When something was said last.
+    said: Millis,
+    /// The operator's question that was answered last, and the one that is being answered.
+    answered: Option<String>,
+    answering: Option<String>,
     attempt: Attempt,
+    /// What its subject held when it last held something, and what nobody alive did then.
+    held: Option<(u64, u64)>,
 }
 
 /// The moment of a sample, and the node.
@@ -103,10 +135,14 @@ impl Episodes {
         let mut wanted = Vec::new();
         if moment.binds {
             for (device, rules) in devices {
-                self.reasons(device, rules, moment, &mut wanted);
+                self.reasons(device, rules, world, moment, &mut wanted);
             }
         }
-        self.running.retain(|reason, _| wanted.contains(reason));
+        let over: Vec<Reason> =
+            self.running.keys().filter(|reason| !wanted.contains(reason)).cloned().collect();
+        for reason in over {
+            self.end(&reason, moment.now);
+        }
         // Before these were listed, nobody knows which episodes have an incident already.
         if world.synced.all() {
             self.open(world, moment, &mut submit);
@@ -116,6 +152,7 @@ impl Episodes {
 
     /// An incident was, or was not, created.
     pub(crate) fn created(&mut self, key: &Key, name: Name, written: bool, now: Millis) {
+        self.creating.remove(key);
         if let Some(running) = self.running.values_mut().find(|running| running.key == *key) {
             running.attempt.done(written, now);
             running.incident = written.then_some(name);
@@ -128,12 +165,30 @@ impl Episodes {
             observing.attempt.done(written, now);
             if written {
                 observing.written = Some(observation);
+                observing.said = now;
+                observing.answered = observing.answering.take();
             }
         }
     }
 
+    /// Ends an episode. The next of the same pod waits, the longer the more often that happens.
+    fn end(&mut self, reason: &Reason, now: Millis) {
+        let Some(Running { key, incident: Some(_), fell, .. }) = self.running.remove(reason) else { return };
+        self.ended.retain(|_, ended| now.since(ended.at) < QUIET);
+        let (least, most) = PAUSE;
+        let pause = self.ended.get(&key).map_or(least, |last| last.pause.saturating_mul(2).min(most));
+        self.ended.insert(key, Ended { at: fell.unwrap_or(now), pause });
+    }
+
     /// Collects the reasons that hold on a device, and begins their episodes.
-    fn reasons(&mut self, device: &Device, rules: &Rules, moment: Moment<'_>, wanted: &mut Vec<Reason>) {
+    fn reasons(
+        &mut self,
+        device: &Device,
+        rules: &Rules,
+        world: &World,
+        moment: Moment<'_>,
+        wanted: &mut Vec<Reason>,
+    ) {
         for (at, layer) in rules.layers.iter().enumerate().filter(|(_, layer)| layer.mode != Mode::Observe) {
             let reason = |breach| Reason { device: Arc::clone(&device.uuid), mode: layer.mode, breach };
             for tenant in &rules.tenants {
@@ -142,8 +197,10 @@ impl Episodes {
                     continue;
                 };
                 let reason = reason(Some(Arc::clone(&tenant.pod.uid)));
-                // A pod that is ending already needs no incident to be ended.
-                if tenant.pod.facts.terminating && !self.running.contains_key(&reason) {
+                // A pod that is ending already needs no incident to be ended, and a breach that
+                // cannot be measured any more begins nothing.
+                let begins = !tenant.pod.facts.terminating && tenant.used.is_some_and(|u| u > quota.limit);
+                if !begins && !self.running.contains_key(&reason) {
                     continue;
                 }
                 wanted.push(reason.clone());
@@ -160,18 +217,27 @@ impl Episodes {
                     Running::new(draft.spec(IncidentKind::QuotaBreach, policy, None))
                 });
             }
-            let Some((rule, mark, action)) = tripped(layer, device) else { continue };
+            let Some((rule, mark, action)) = tripped(layer) else { continue };
             let reason = reason(None);
             wanted.push(reason.clone());
+            // Which episode it is, and whose, depends on the incidents that are there.
+            if !world.synced.all() || !self.picks(&reason, device, mark, moment.now) {
+                continue;
+            }
+            if !self.running.contains_key(&reason)
+                && let Some(incident) = inherited(device, layer.mode, world)
+            {
+                self.running.insert(reason.clone(), Running::inherited(incident));
+            }
             if self
                 .running
                 .get_mut(&reason)
-                .is_some_and(|running| running.stays(device, rules, at, rule, moment.now))
+                .is_some_and(|running| running.stays(device, rules, at, rule, world, moment))
             {
                 continue;
             }
-            self.running.remove(&reason);
-            let (tenant, explanation) = match choose(rules, at, rule) {
+            self.end(&reason, moment.now);
+            let (tenant, explanation) = match choose(device, rules, at, rule, world, moment.wall) {
                 Choice::Leaving(_) => continue,
                 Choice::Nobody => (None, "no pod on the device is over its due".to_owned()),
                 Choice::Pod(index, why) => (rules.tenants.get(index), why),
@@ -182,11 +248,36 @@ impl Episodes {
         }
     }
 
+    /// Whether use stands so high that a breaker may pick somebody. Once it fell below the clear
+    /// mark that is over, until it reaches the trip mark again or the level ends.
+    fn picks(&mut self, reason: &Reason, device: &Device, mark: &Watermark, now: Millis) -> bool {
+        let Some(share) = device.ledger.level else { return false };
+        let below = share.below(mark.clear_percent);
+        if let Some(running) = self.running.get_mut(reason) {
+            if below {
+                running.fell = running.fell.or(Some(now));
+            }
+            return !below && (running.fell.is_none() || share.at_least(mark.trip_percent));
+        }
+        !below
+    }
+
     /// Finds or creates the incident of each episode.
     fn open(&mut self, world: &World, moment: Moment<'_>, submit: &mut impl FnMut(Job)) {
-        let mut open = world.incidents.values().filter(|incident| !episode::is_closed(incident)).count();
+        let is_open = |incident: &&GpuMemoryIncident| !episode::is_closed(incident);
+        let mut open = world.incidents.values().filter(is_open).count() + self.creating.len();
         for running in self.running.values_mut() {
-            if running.incident.is_some() || !running.attempt.ready(moment.now) {
+            // What fell, or is gone, needs nobody to be restarted again.
+            if running.fell.is_some()
+                || running.vacant.is_some()
+                || self.creating.contains(&running.key)
+                || !running.attempt.ready(moment.now)
+            {
+                continue;
+            }
+            // It may have been of an episode that had just ended, or somebody deleted it.
+            let incident = running.incident.as_ref().and_then(|name| world.incidents.get(name));
+            if incident.is_some_and(|incident| !episode::has_ended(incident)) {
                 continue;
             }
             let number = match episode::begin(&running.key, world.incidents.values()) {
@@ -196,9 +287,12 @@ impl Episodes {
                 }
                 Beginning::New(number) => number,
             };
-            if open >= episode::MAX_OPEN {
+            let ended = self.ended.get(&running.key);
+            if open >= episode::MAX_OPEN || ended.is_some_and(|e| moment.now.since(e.at) < e.pause) {
                 continue;
             }
+            running.incident = None;
+            self.creating.insert(running.key.clone());
             open += 1;
             running.attempt.start();
             let spec = GpuMemoryIncidentSpec { episode: number, ..(*running.draft).clone() };
@@ -228,19 +322,45 @@ impl Episodes {
             if episode::is_closed(incident) && episode::has_ended(incident) {
                 continue;
             }
-            let Some((seen, bytes)) = see(&incident.spec, devices, world) else { continue };
             if !self.observing.contains_key(name) {
-                self.observing.insert(name.clone(), Observing::default());
+                self.observing.insert(name.clone(), Observing::of(incident, moment));
             }
             let Some(observing) = self.observing.get_mut(name) else { continue };
+            let Some((seen, bytes)) = see(&incident.spec, devices, world, &mut observing.held) else {
+                continue;
+            };
             let stored = incident.status.as_ref().and_then(|status| status.observation.as_ref());
-            let last = [observing.written.as_ref(), stored].into_iter().flatten().max_by_key(|o| o.at.0);
-            let Some(state) = episode::observation_due(incident, last, seen, moment.wall) else { continue };
+            let question = episode::question(incident);
+            let last = Last {
+                state: observing.written.as_ref().or(stored).map_or(ObservationState::Over, |o| o.state),
+                age: moment.now.since(observing.said),
+                answers: question.is_none() || question == observing.answered,
+            };
+            let Some(state) = episode::observation_due(incident, last, seen) else { continue };
             if observing.attempt.ready(moment.now) {
                 observing.attempt.start();
+                observing.answering = question;
                 let observation = Observation { state, bytes: bytes.map(signed), at: MicroTime(moment.wall) };
                 submit(Job::Observe(name.clone(), observation));
             }
+        }
+    }
+}
+
+impl Observing {
+    /// An incident that is seen for the first time. What it says is of this machine's clock, which
+    /// may have been set meanwhile.
+    fn of(incident: &GpuMemoryIncident, moment: Moment<'_>) -> Self {
+        let stored = incident.status.as_ref().and_then(|status| status.observation.as_ref());
+        let said = stored.map_or(&incident.spec.evidence.at, |observation| &observation.at).0;
+        let age = u64::try_from(moment.wall.duration_since(said).as_millis()).unwrap_or(0);
+        Self {
+            written: None,
+            said: Millis(moment.now.0.saturating_sub(age)),
+            answered: None,
+            answering: None,
+            attempt: Attempt::default(),
+            held: None,
         }
     }
 }
@@ -253,46 +373,104 @@ impl Running {
             incident: None,
             attempt: Attempt::default(),
             vacant: None,
+            fell: None,
+            inherited: false,
         }
     }
 
+    /// The episode of an incident that an earlier agent opened.
+    fn inherited(incident: &GpuMemoryIncident) -> Self {
+        Self { incident: Some(name_of(incident)), inherited: true, ..Self::new(incident.spec.clone()) }
+    }
+
     /// Whether a breaker's episode goes on with its subject: as long as that holds too much, and
-    /// for a while after it is gone, since the device needs a moment to show it.
+    /// for a while after it is gone, since the device needs a moment to show it. Where nothing is
+    /// done about that subject, another goes first that something can be done about.
     fn stays(
         &mut self,
         device: &Device,
         rules: &Rules,
         layer: usize,
         rule: &PlanBreaker,
-        now: Millis,
+        world: &World,
+        moment: Moment<'_>,
     ) -> bool {
+        let incident = self.incident.as_ref().and_then(|name| world.incidents.get(name));
+        if self.fell.is_some() || (self.inherited && incident.is_none_or(episode::has_ended)) {
+            return false;
+        }
         let Some(subject) = &self.draft.subject else {
-            return !matches!(choose(rules, layer, rule), Choice::Pod(..));
+            return !matches!(choose(device, rules, layer, rule, world, moment.wall), Choice::Pod(..));
         };
+        if incident.is_some_and(is_spent)
+            && let Choice::Pod(index, _) = choose(device, rules, layer, rule, world, moment.wall)
+            && let Some(other) = rules.tenants.get(index).filter(|other| *other.pod.uid != subject.uid)
+            && other.terms.get(layer).is_some_and(|terms| terms.acceptable)
+        {
+            return false;
+        }
         let tenant = rules.tenants.iter().find(|tenant| *tenant.pod.uid == subject.uid);
         let used = match tenant {
             Some(tenant) => tenant.used,
             None => device.ledger.used_by(&subject.uid),
         };
         if used == Some(0) {
-            let vacant = *self.vacant.get_or_insert(now);
+            let vacant = *self.vacant.get_or_insert(moment.now);
             let stay = u64::try_from(rule.value.minimum_stay_milliseconds).unwrap_or(0);
-            return now.since(vacant) < stay.max(SETTLE);
+            return moment.now.since(vacant) < stay.max(SETTLE);
         }
         self.vacant = None;
         !is_back_within(self.draft.evidence.due_bytes, self.draft.evidence.used_bytes, used)
     }
 }
 
-/// The mark that asks for Restart and that use has not fallen back from.
-fn tripped<'a>(layer: &'a Layer, device: &Device) -> Option<(&'a PlanBreaker, &'a Watermark, &'a Action)> {
+/// The mark that asks for Restart at the present level.
+fn tripped(layer: &Layer) -> Option<(&PlanBreaker, &Watermark, &Action)> {
     let rule = layer.breaker.as_ref()?;
     let (_, mark, action) = breaker::action(&rule.value, layer.state.level, ActionType::Restart)?;
-    let share = device.ledger.level?;
-    (!share.below(mark.clear_percent)).then_some((rule, mark, action))
+    Some((rule, mark, action))
 }
 
-fn choose(rules: &Rules, layer: usize, rule: &PlanBreaker) -> Choice {
+/// The incident of a breaker's episode that an earlier agent opened and that nobody has decided.
+fn inherited<'a>(device: &Device, mode: Mode, world: &'a World) -> Option<&'a GpuMemoryIncident> {
+    world.incidents.values().find(|incident| {
+        let spec = &incident.spec;
+        spec.kind == IncidentKind::Breaker
+            && spec.mode == mode
+            && *spec.device == *device.uuid
+            && !episode::is_closed(incident)
+            && !episode::has_ended(incident)
+    })
+}
+
+/// Whether it was decided, for good, that nothing can be done about an incident's subject.
+fn is_spent(incident: &GpuMemoryIncident) -> bool {
+    let decision = incident.status.as_ref().and_then(|status| status.decision.as_ref());
+    !episode::has_ended(incident)
+        && decision.is_some_and(|decision| {
+            matches!(decision.state, DecisionState::Suppressed | DecisionState::Failed)
+                && decision.reason != DRY_RUN
+        })
+}
+
+fn choose(
+    device: &Device,
+    rules: &Rules,
+    layer: usize,
+    rule: &PlanBreaker,
+    world: &World,
+    wall: Timestamp,
+) -> Choice {
+    let mode = rules.layers.get(layer).map(|layer| layer.mode);
+    let spent = |uid: &str| {
+        world.incidents.values().filter(|incident| is_spent(incident)).any(|incident| {
+            let spec = &incident.spec;
+            spec.kind == IncidentKind::Breaker
+                && Some(spec.mode) == mode
+                && *spec.device == *device.uuid
+                && spec.subject.as_ref().is_some_and(|subject| subject.uid == uid)
+        })
+    };
     let candidates: Vec<Candidate<'_>> = rules
         .tenants
         .iter()
@@ -302,11 +480,11 @@ fn choose(rules: &Rules, layer: usize, rule: &PlanBreaker) -> Choice {
                 pod: &tenant.pod.facts,
                 used: tenant.used,
                 due: terms.quota.as_ref().map(EffectiveQuota::due),
-                acceptable: terms.acceptable,
+                acceptable: terms.acceptable && !spent(&tenant.pod.uid),
             })
         })
         .collect();
-    victim::choose(&candidates, rule.value.when_nobody_is_over)
+    victim::choose(&candidates, rule.value.when_nobody_is_over, wall)
 }
 
 /// Whether a pod that was picked for being over its due no longer is.
@@ -316,11 +494,12 @@ fn is_back_within(due: Option<i64>, used_then: Option<i64>, used: Option<u64>) -
 }
 
 /// What is seen now of the reason for an incident, and what its subject holds. `None` while the
-/// device has not been sampled.
+/// device has not been sampled. `held` is what the subject and nobody alive held before.
 fn see(
     spec: &GpuMemoryIncidentSpec,
     devices: &[(Device, Rules)],
     world: &World,
+    held: &mut Option<(u64, u64)>,
 ) -> Option<(ObservationState, Option<u64>)> {
     use ObservationState::{Gone, Over, Recovered, Unknown};
     let Some((device, rules)) = devices.iter().find(|(device, _)| *device.uuid == *spec.device) else {
@@ -345,8 +524,12 @@ fn see(
     if subject.is_some() {
         match used {
             None => return Some((Unknown, None)),
+            // The pod is gone, its memory need not be.
+            Some(0) if held.is_some_and(|held| is_left_behind(&device.ledger, held)) => {
+                return Some((Unknown, Some(0)));
+            }
             Some(0) => return Some((Gone, Some(0))),
-            Some(_) => {}
+            Some(used) => *held = Some((used, of_nobody(&device.ledger))),
         }
     }
     let at = rules.layers.iter().position(|layer| layer.mode == spec.mode);
@@ -354,7 +537,14 @@ fn see(
         IncidentKind::QuotaBreach => {
             let terms = at.zip(tenant).and_then(|(at, tenant)| tenant.terms.get(at));
             let limit = terms.and_then(|terms| Some(terms.quota.as_ref()?.limit));
-            limit.zip(used).is_some_and(|(limit, used)| used > limit)
+            match (tenant, limit.zip(used)) {
+                (_, Some((limit, used))) => used > limit,
+                (Some(_), None) => false,
+                // Of a pod that is no more nobody can say what it may have: what it might have then.
+                (None, None) => {
+                    spec.evidence.limit_bytes.zip(used).is_none_or(|(limit, used)| signed(used) > limit)
+                }
+            }
         }
         IncidentKind::Breaker => {
             let Some(share) = device.ledger.level else { return Some((Unknown, used)) };
@@ -367,6 +557,17 @@ fn see(
         }
     };
     Some((if holds { Over } else { Recovered }, used))
+}
+
+/// Bytes that nobody alive is known to hold.
+fn of_nobody(ledger: &Ledger) -> u64 {
+    ledger.zombie.unwrap_or(0).saturating_add(ledger.unusual())
+}
+
+/// Whether the memory of a subject that is gone still seems to be in use: what nobody alive holds
+/// grew by most of it.
+fn is_left_behind(ledger: &Ledger, (used, of_nobody_then): (u64, u64)) -> bool {
+    of_nobody(ledger).saturating_sub(of_nobody_then) > used / 2
 }
 
 /// What an incident is made of.

@@ -28,14 +28,19 @@ use tracing_subscriber::{filter::Targets, fmt, layer::SubscriberExt, util::Subsc
 
 fn main() -> anyhow::Result<()> {
     let args = args::Args::parse();
-    let levels = std::env::var("RUST_LOG").unwrap_or_else(|_| "info".to_owned());
+    let levels = std::env::var("HIGHWATER_LOG").unwrap_or_else(|_| "info".to_owned());
     // The client logs every failed call as an error; the agent says itself what fails.
     let targets = format!("kube_client=off,{levels}").parse::<Targets>();
-    let targets = targets.context("RUST_LOG must be levels by target, such as info,agent=debug")?;
+    let targets = targets.context("HIGHWATER_LOG must be levels by target, such as info,agent=debug")?;
     let lines = fmt::layer().with_writer(std::io::stderr).with_ansi(std::io::stderr().is_terminal());
     tracing_subscriber::registry().with(lines).with(targets).init();
     // One thread besides the sampler's: there is little to do, and little memory to do it in.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(4)
+        .thread_keep_alive(Duration::from_secs(1))
+        .thread_stack_size(512 << 10)
+        .build()?;
     let ended = runtime.block_on(run::run(args));
     runtime.shutdown_timeout(Duration::from_secs(1));
     ended

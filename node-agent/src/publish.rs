@@ -13,7 +13,7 @@ pub(crate) use node::NodeWriter;
 
 use std::time::Duration;
 
-use highwater_crds::{GpuMemoryIncident, GpuMemoryNodeStatus, Observation};
+use highwater_crds::{GpuMemoryIncident, GpuMemoryNode, GpuMemoryNodeStatus, Observation};
 use highwater_policy::{episode::Key, time::Millis};
 use kube::Client;
 use tokio::{sync::mpsc, time::timeout};
@@ -37,16 +37,14 @@ pub(crate) enum Job {
     Observe(Name, Observation),
     /// An Event.
     Tell(Notice),
-    /// Nothing: asks whether the API server is there.
+    /// Nothing: reads the node's `GpuMemoryNode`, to know that the API server is there.
     Probe,
 }
 
 /// What became of a job.
 #[derive(Debug)]
 pub(crate) struct Done {
-    /// The API server answered, whatever it said.
-    pub(crate) answered: bool,
-    /// It was done.
+    /// It was done. Nothing else is a sign that the API server does its work.
     pub(crate) written: bool,
     /// There is no such object.
     pub(crate) gone: bool,
@@ -57,16 +55,16 @@ pub(crate) struct Done {
 /// A job that is done.
 #[derive(Debug)]
 pub(crate) enum What {
-    /// [`Job::CreateNode`].
-    CreateNode,
+    /// [`Job::CreateNode`], and the object that there is now.
+    CreateNode(Option<Box<GpuMemoryNode>>),
     /// [`Job::Status`], and what was written.
     Status(Box<GpuMemoryNodeStatus>),
     /// [`Job::Create`], and the incident that there is now.
     Create(Key, Box<GpuMemoryIncident>),
     /// [`Job::Observe`].
     Observe(Name, Observation),
-    /// [`Job::Probe`].
-    Probe,
+    /// [`Job::Probe`], and the object, if it is done and there is one.
+    Probe(Option<Box<GpuMemoryNode>>),
 }
 
 /// Runs jobs.
@@ -103,7 +101,9 @@ impl Publisher {
 
 async fn run(client: &Client, node: &str, job: Job) -> Done {
     match job {
-        Job::CreateNode(owner) => finish(node::create(client, node, &owner), |_| What::CreateNode).await,
+        Job::CreateNode(owner) => {
+            finish(node::create(client, node, &owner), |there| What::CreateNode(there.map(Box::new))).await
+        }
         Job::Status(status) => {
             finish(node::write(client, node, &status), |_| What::Status(status.clone())).await
         }
@@ -118,15 +118,20 @@ async fn run(client: &Client, node: &str, job: Job) -> Done {
             let written = incident::observe(client, &name, &observation);
             finish(written, |_| What::Observe(name.clone(), observation.clone())).await
         }
-        Job::Probe => finish(async { client.apiserver_version().await.map(drop) }, |_| What::Probe).await,
-        Job::Tell(_) => Done { answered: false, written: false, gone: false, what: What::Probe },
+        Job::Probe => {
+            finish(node::read(client, node), |there| What::Probe(there.flatten().map(Box::new))).await
+        }
+        Job::Tell(_) => Done { written: false, gone: false, what: What::Probe(None) },
     }
 }
 
 /// Waits for a write and says what became of it.
-async fn finish<T>(write: impl Future<Output = kube::Result<T>>, what: impl Fn(Option<T>) -> What) -> Done {
+async fn finish<T>(
+    write: impl Future<Output = kube::Result<T>>,
+    what: impl FnOnce(Option<T>) -> What,
+) -> Done {
     match timeout(LIMIT, write).await {
-        Ok(Ok(value)) => Done { answered: true, written: true, gone: false, what: what(Some(value)) },
+        Ok(Ok(value)) => Done { written: true, gone: false, what: what(Some(value)) },
         Ok(Err(error)) => {
             let answered = matches!(error, kube::Error::Api(_));
             let gone = matches!(&error, kube::Error::Api(status) if status.code == 404);
@@ -136,12 +141,12 @@ async fn finish<T>(write: impl Future<Output = kube::Result<T>>, what: impl Fn(O
             } else {
                 debug!(%error, what = what.label(), "a write failed");
             }
-            Done { answered, written: false, gone, what }
+            Done { written: false, gone, what }
         }
         Err(_) => {
             let what = what(None);
             debug!(what = what.label(), "a write timed out");
-            Done { answered: false, written: false, gone: false, what }
+            Done { written: false, gone: false, what }
         }
     }
 }
@@ -149,14 +154,14 @@ async fn finish<T>(write: impl Future<Output = kube::Result<T>>, what: impl Fn(O
 impl What {
     fn label(&self) -> String {
         match self {
-            Self::CreateNode => "GpuMemoryNode".to_owned(),
+            Self::CreateNode(_) => "GpuMemoryNode".to_owned(),
             Self::Status(_) => "GpuMemoryNode status".to_owned(),
             Self::Create(_, incident) => {
                 let (namespace, name) = name_of(incident);
                 format!("incident {namespace}/{name}")
             }
             Self::Observe((namespace, name), _) => format!("observation of incident {namespace}/{name}"),
-            Self::Probe => "probe".to_owned(),
+            Self::Probe(_) => "probe".to_owned(),
         }
     }
 }

@@ -93,7 +93,9 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         proc_root: proc_root.clone(),
     };
     let (dropped_send, mut dropped) = mpsc::channel(REPORTS);
-    let sampler = Sampler::start(settings, move |report| deliver(&reports_send, &dropped_send, report));
+    let sampler = Sampler::start(settings, engine.stands_down(), move |report| {
+        deliver(&reports_send, &dropped_send, report);
+    });
 
     let mut terminate = signal(SignalKind::terminate()).context("waiting for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("waiting for SIGINT")?;
@@ -115,12 +117,13 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
                 sampler.stand_down(engine.stands_down());
             }
             Ok(()) = resources.changed() => engine.resources(resources.borrow_and_update().clone()),
-            Some(ask) = asks.recv() => answer(&engine, ask),
+            Some(ask) = asks.recv() => answer(&engine, &resources, ask),
             Some(()) = dropped.recv() => engine.dropped(),
             _ = tick.tick() => {
                 let (unresponsive, blocked) = sampler.watch();
                 engine.tick(&unresponsive, blocked);
-                if engine.seeks_evidence() {
+                sampler.stand_down(engine.stands_down());
+                if looking.is_empty() && engine.seeks_evidence() {
                     let proc_root = proc_root.clone();
                     looking.spawn_blocking(move || evidence::look(&proc_root));
                 }
@@ -154,10 +157,10 @@ fn deliver(reports: &mpsc::Sender<Report>, dropped: &mpsc::Sender<()>, report: R
     }
 }
 
-fn answer(engine: &Engine, ask: Ask) {
+fn answer(engine: &Engine, resources: &watch::Receiver<Snapshot>, ask: Ask) {
     // Whoever asked may have gone.
     match ask {
-        Ask::Metrics(to) => drop(to.send(engine.render())),
+        Ask::Metrics(to) => drop(to.send(engine.render(resources.borrow().at))),
         Ask::Health(to) => drop(to.send(engine.health())),
         Ask::Ready(to) => drop(to.send(engine.ready())),
     }

@@ -24,6 +24,8 @@ use crate::attribute::{Attributor, Owner};
 const HANG: Duration = Duration::from_secs(5);
 /// How often the list of devices is read again.
 const INVENTORY_EVERY: Duration = Duration::from_secs(10);
+/// How often to try to let go of the driver while a call holds it.
+const CLOSE_AGAIN: Duration = Duration::from_millis(250);
 /// How long to wait before the driver is tried again.
 const OPEN_AGAIN: Duration = Duration::from_secs(5);
 /// How long a device that hung is left alone: doubled each time, up to the second.
@@ -41,6 +43,8 @@ pub(crate) enum Report {
     },
     /// The driver could not be opened: why, and what to change.
     Failed(String),
+    /// Every handle is about to be closed, as asked: what holds the last.
+    Closing(String),
     /// Every handle is closed, as asked.
     Closed,
     /// All devices that answer were sampled.
@@ -129,9 +133,14 @@ struct Hung {
 }
 
 impl Sampler {
-    /// Starts sampling. `send` must not block.
-    pub(crate) fn start(settings: Settings, send: impl Fn(Report) + Send + Sync + 'static) -> Self {
-        let shared = Arc::new(Shared { settings, send: Box::new(send), state: Mutex::default() });
+    /// Starts sampling, or stands down from the start. `send` must not block.
+    pub(crate) fn start(
+        settings: Settings,
+        stand_down: bool,
+        send: impl Fn(Report) + Send + Sync + 'static,
+    ) -> Self {
+        let state = Mutex::new(State { stand_down, ..State::default() });
+        let shared = Arc::new(Shared { settings, send: Box::new(send), state });
         spawn(&shared, &mut shared.lock());
         Self { shared }
     }
@@ -226,6 +235,8 @@ struct Sampling<'a> {
     epoch: u64,
     attributor: Attributor,
     driver: Option<Arc<Driver>>,
+    /// The driver that is to be let go of, while a call that does not return has it as well.
+    closing: Option<Arc<Driver>>,
     devices: Devices,
     infos: Vec<DeviceInfo>,
     /// When the devices were last listed.
@@ -238,6 +249,7 @@ struct Sampling<'a> {
 enum Said {
     Nothing,
     Opened,
+    Closing(String),
     Closed,
     Failed(String),
 }
@@ -256,6 +268,7 @@ impl<'a> Sampling<'a> {
             epoch,
             attributor: Attributor::new(shared.settings.proc_root.clone()),
             driver,
+            closing: None,
             devices,
             infos,
             listed: successor.then(Instant::now),
@@ -274,7 +287,7 @@ impl<'a> Sampling<'a> {
                 }
                 state.stand_down
             };
-            let Some(pause) = (if stand_down { Some(self.close()) } else { self.work(next) }) else { return };
+            let Some(pause) = (if stand_down { self.close() } else { self.work(next) }) else { return };
             let now = Instant::now();
             next = if pause.is_zero() { (next + interval).max(now) } else { now + pause };
             while let Some(left) = next.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
@@ -288,31 +301,51 @@ impl<'a> Sampling<'a> {
         }
     }
 
-    /// Lets go of the driver.
-    fn close(&mut self) -> Duration {
+    /// Lets go of the driver. `None` if this thread was left behind; else how long to wait.
+    fn close(&mut self) -> Option<Duration> {
         self.devices.clear();
         self.infos.clear();
         self.listed = None;
-        self.driver = None;
-        let last = {
+        let (last, hung) = {
             let mut state = self.shared.lock();
             state.infos.clear();
             state.devices.clear();
-            state.driver.take()
+            let hung: Vec<_> = state.hung.drain().map(|(uuid, _)| uuid.to_string()).collect();
+            (state.driver.take(), hung.join(", "))
         };
-        if let Some(driver) = last
-            && let Some(driver) = Arc::into_inner(driver)
-            && let Err(error) = driver.close()
-        {
-            warn!(%error, "closing the driver");
+        // Both are the same, should there be both.
+        let last = last.or(self.driver.take()).or(self.closing.take());
+        self.driver = None;
+        match last.map(Arc::try_unwrap) {
+            None => {}
+            Some(Ok(driver)) => {
+                if let Err(error) = self.shared.call(self.epoch, None, || driver.close())? {
+                    warn!(%error, "closing the driver");
+                }
+            }
+            Some(Err(held)) => {
+                self.closing = Some(held);
+                if !matches!(self.said, Said::Closing(_)) {
+                    let device =
+                        if hung.is_empty() { String::new() } else { format!(" about device {hung}") };
+                    self.say(Said::Closing(format!(
+                        "a call of the driver{device} has not returned and keeps it open"
+                    )));
+                }
+                return Some(CLOSE_AGAIN);
+            }
         }
         self.say(Said::Closed);
-        Duration::from_hours(1) // until woken
+        Some(Duration::from_hours(1)) // until woken
     }
 
     /// One round: opens the driver if need be, lists the devices if it is time, samples. `None`
     /// if this thread was left behind; else how long to wait, 0 being until the next sample.
     fn work(&mut self, planned: Instant) -> Option<Duration> {
+        if let Some(driver) = self.closing.take() {
+            self.shared.lock().driver = Some(Arc::clone(&driver));
+            self.driver = Some(driver);
+        }
         if self.driver.is_none() {
             let library = self.shared.settings.library.clone();
             match self.shared.call(self.epoch, None, || Driver::open(library.as_deref()))? {
@@ -387,10 +420,11 @@ impl<'a> Sampling<'a> {
                 let charges = reading.processes.as_deref().map(|processes| {
                     processes
                         .iter()
-                        .map(|process| Charge {
-                            pid: process.pid,
-                            bytes: process.bytes,
-                            holder: holder(self.attributor.owner(process.pid)),
+                        .map(|process| {
+                            let owner = self.attributor.owner(process.pid);
+                            // Of nobody knows whom: then what pods and others hold is not known.
+                            let bytes = process.bytes.filter(|_| owner != Owner::Unknown);
+                            Charge { pid: process.pid, bytes, holder: holder(owner) }
                         })
                         .collect()
                 });
@@ -407,6 +441,10 @@ impl<'a> Sampling<'a> {
             return;
         }
         match &what {
+            Said::Closing(why) => {
+                warn!("{why}");
+                (self.shared.send)(Report::Closing(why.clone()));
+            }
             Said::Closed => (self.shared.send)(Report::Closed),
             Said::Failed(why) => {
                 warn!("{why}");
@@ -435,7 +473,7 @@ fn holder(owner: Owner) -> Holder {
         Owner::Pod(owner) => {
             Holder::Container { pod: Arc::clone(&owner.pod_uid), container: owner.container_id.clone() }
         }
-        Owner::Foreign => Holder::Foreign,
+        Owner::Foreign | Owner::Unknown => Holder::Foreign,
         Owner::Gone => Holder::Gone,
     }
 }
@@ -448,13 +486,17 @@ mod tests {
 
     /// A sampler on a node without a driver, and what it reports.
     fn sampler() -> (Sampler, Receiver<Report>) {
+        started(false)
+    }
+
+    fn started(stand_down: bool) -> (Sampler, Receiver<Report>) {
         let (send, receive) = channel();
         let settings = Settings {
             interval: Duration::from_millis(10),
             library: Some("/nonexistent/libnvidia-ml.so.1".into()),
             proc_root: "/proc".into(),
         };
-        let sampler = Sampler::start(settings, move |report| drop(send.send(report)));
+        let sampler = Sampler::start(settings, stand_down, move |report| drop(send.send(report)));
         (sampler, receive)
     }
 
@@ -494,6 +536,21 @@ mod tests {
         assert_eq!(sampler.shared.call(epoch, Some(&device), || ()), None);
         assert!(sampler.shared.lock().hung[&device].until.is_some());
         assert!(sampler.shared.lock().leaves_alone(&device), "it is given a rest first");
+        sampler.stop();
+    }
+
+    #[test]
+    fn who_stands_down_has_no_device_that_hangs_and_may_do_so_from_the_start() {
+        let (sampler, receive) = started(true);
+        assert!(matches!(report(&receive), Report::Closed), "the driver was not tried");
+        sampler.stand_down(false);
+        assert!(matches!(report(&receive), Report::Failed(_)));
+        hang(&sampler, Some(&"GPU-1".into()));
+        sampler.watch();
+        assert!(matches!(report(&receive), Report::Failed(_)));
+        sampler.stand_down(true);
+        assert!(matches!(report(&receive), Report::Closed));
+        assert_eq!(sampler.watch(), (vec![], None));
         sampler.stop();
     }
 

@@ -22,6 +22,9 @@ use tracing::{debug, info, warn};
 
 use crate::world::{Change, NodeFacts, WorldChange};
 
+/// Objects that one answer lists at most. The memory that a list takes is never given back whole.
+const PAGE: u32 = 50;
+
 /// Starts all watches. None of them ends by itself.
 pub(crate) fn start(
     client: &Client,
@@ -107,7 +110,7 @@ async fn follow<K, T, C>(
 where
     K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
 {
-    let mut config = watcher::Config::default();
+    let mut config = watcher::Config::default().page_size(PAGE);
     if !fields.is_empty() {
         config = config.fields(&fields);
     }

@@ -106,6 +106,9 @@ pub(crate) struct World {
     pub(crate) object: Option<GpuMemoryNode>,
     /// Incidents of this node by namespace and name.
     pub(crate) incidents: BTreeMap<(String, String), GpuMemoryIncident>,
+    /// The node's `GpuMemoryNode` could be read when it was listed last: where there is none, there
+    /// is none.
+    pub(crate) object_readable: bool,
     /// Which kinds were listed once: pods, namespaces, node, plan, incidents.
     pub(crate) synced: Synced,
 }
@@ -178,8 +181,11 @@ impl World {
                 each(change, &mut self.synced.node, |facts, present| self.node = present.then_some(facts));
             }
             WorldChange::Plan(change) => {
-                if let Change::Reset { complete: true, .. } = &change {
-                    self.object = None;
+                if let Change::Reset { complete, .. } = &change {
+                    self.object_readable = *complete;
+                    if *complete {
+                        self.object = None;
+                    }
                 }
                 each(change, &mut self.synced.plan, |object, present| {
                     self.object = present.then_some(object);
@@ -216,11 +222,19 @@ impl World {
 
 fn pod_change(pods: &mut Pods, facts: PodFacts, present: bool, now: Millis, effect: &mut Effect) {
     let key = facts.kubelet_uid();
+    let known = pods.get(key);
+    let another = known.is_some_and(|pod| *pod.uid != *facts.uid);
     if !present {
-        effect.rules |= pods.remove(key).is_some();
+        if !another {
+            effect.rules |= pods.remove(key).is_some();
+        }
         return;
     }
-    let known = pods.get(key);
+    // Who only says that it is the copy of a static pod takes nobody's place.
+    if another && facts.static_uid.is_some() {
+        return;
+    }
+    let known = known.filter(|_| !another);
     if known.is_some_and(|pod| pod.facts == facts) {
         return;
     }
@@ -281,6 +295,22 @@ mod tests {
         world.apply(list(true), Millis(0));
         assert_eq!(world.pods.keys().map(|k| &**k).collect::<Vec<_>>(), ["b"]);
         assert!(world.synced.pods && !world.synced.all());
+    }
+
+    #[test]
+    fn a_pod_that_names_anothers_uid_neither_hides_nor_removes_it() {
+        let forged = PodFacts { static_uid: Some("a".into()), ..pod("b") };
+        let mut world = World::default();
+        upsert(&mut world, pod("a"));
+        upsert(&mut world, forged.clone());
+        assert_eq!(*world.pods["a"].uid, *"a");
+        world.apply(WorldChange::Pod(Change::Remove(forged.clone())), Millis(0));
+        assert_eq!(*world.pods["a"].uid, *"a");
+        // The pod that has the UID goes first, whenever it comes.
+        let mut world = World::default();
+        upsert(&mut world, forged);
+        upsert(&mut world, pod("a"));
+        assert_eq!(*world.pods["a"].uid, *"a");
     }
 
     #[test]

@@ -5,8 +5,6 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-use highwater_policy::remediation::Rival;
-
 use crate::context::Key;
 
 /// What an act concerns.
@@ -17,15 +15,9 @@ pub(crate) struct Claim {
 }
 
 impl Claim {
-    /// How another act is in the way of this one.
-    pub(crate) fn rival<'a>(&self, other: &Self, name: &'a str) -> Option<Rival<'a>> {
-        if self.subject == other.subject {
-            Some(Rival::Subject(name))
-        } else if self.device == other.device {
-            Some(Rival::Device(name))
-        } else {
-            None
-        }
+    /// Whether the two acts may not be under way at once.
+    pub(crate) fn excludes(&self, other: &Self) -> bool {
+        self.subject == other.subject || self.device == other.device
     }
 }
 
@@ -36,7 +28,7 @@ impl Claims {
     /// Claims a pod and a device for the act of an incident. False where another holds either.
     pub(crate) fn take(&self, key: &Key, claim: &Claim) -> bool {
         let mut claims = self.lock();
-        if claims.iter().any(|(other, held)| other != key && claim.rival(held, "").is_some()) {
+        if claims.iter().any(|(other, held)| other != key && claim.excludes(held)) {
             return false;
         }
         claims.insert(key.clone(), claim.clone());
@@ -50,6 +42,11 @@ impl Claims {
             .filter(|(other, _)| *other != key)
             .map(|(other, claim)| (other.1.clone(), claim.clone()))
             .collect()
+    }
+
+    /// Whether the act of this incident is under way.
+    pub(crate) fn holds(&self, key: &Key) -> bool {
+        self.lock().contains_key(key)
     }
 
     /// The act of this incident is over.
@@ -81,6 +78,7 @@ mod tests {
         assert!(!claims.take(&key("b"), &claim("d1", "p2")));
         assert!(!claims.take(&key("c"), &claim("d2", "p1")));
         assert!(claims.take(&key("d"), &claim("d2", "p2")));
+        assert!(claims.holds(&key("a")) && !claims.holds(&key("b")));
         claims.release(&key("a"));
         assert!(claims.take(&key("b"), &claim("d1", "p3")));
         assert_eq!(claims.others(&key("b")), [("d".to_owned(), claim("d2", "p2"))]);

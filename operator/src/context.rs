@@ -9,10 +9,12 @@ use highwater_policy::{
     pod::{NamespaceFacts, is_paused},
     resolve::Policies,
 };
+use jiff::Timestamp;
 use k8s_openapi::{
     api::{
         apps::v1::{ReplicaSet, StatefulSet},
         batch::v1::Job,
+        coordination::v1::Lease,
         core::v1::{ConfigMap, Namespace, Node, Pod},
     },
     apimachinery::pkg::apis::meta::v1::ObjectMeta,
@@ -28,13 +30,15 @@ use tokio::sync::{Notify, watch};
 use tracing::{debug, warn};
 
 use crate::{
+    agents::Agents,
     claims::Claims,
     error::Error,
     events::Events,
-    incident_controller::Reservations,
+    incident_controller::{Refusals, Reservations},
     leader::Leadership,
     metrics::Metrics,
     queue::{Again, Queue},
+    uninstall,
     written::Written,
 };
 
@@ -44,12 +48,16 @@ pub(crate) type Key = (String, String);
 pub(crate) struct Context {
     pub(crate) client: Client,
     pub(crate) release_namespace: String,
+    /// Since when this replica runs.
+    pub(crate) started: Timestamp,
     pub(crate) stores: Stores,
     pub(crate) signals: Signals,
     pub(crate) leader: Leadership,
     pub(crate) metrics: Metrics,
     pub(crate) events: Events,
     pub(crate) claims: Claims,
+    pub(crate) agents: Agents,
+    pub(crate) refusals: Refusals,
     pub(crate) written: Written,
     pub(crate) reservations: Reservations,
     /// What the policies come to, as last resolved.
@@ -75,6 +83,7 @@ pub(crate) struct Stores {
     pub(crate) stateful_sets: Store<PartialObjectMeta<StatefulSet>>,
     pub(crate) jobs: Store<PartialObjectMeta<Job>>,
     pub(crate) ledger: Store<ConfigMap>,
+    pub(crate) lease: Store<Lease>,
 }
 
 /// The other ends of the stores.
@@ -89,6 +98,7 @@ pub(crate) struct Writers {
     pub(crate) stateful_sets: Writer<PartialObjectMeta<StatefulSet>>,
     pub(crate) jobs: Writer<PartialObjectMeta<Job>>,
     pub(crate) ledger: Writer<ConfigMap>,
+    pub(crate) lease: Writer<Lease>,
 }
 
 impl Stores {
@@ -104,6 +114,7 @@ impl Stores {
         let (stateful_sets, stateful_sets_writer) = store();
         let (jobs, jobs_writer) = store();
         let (ledger, ledger_writer) = store();
+        let (lease, lease_writer) = store();
         let stores = Self {
             policies,
             plans,
@@ -115,6 +126,7 @@ impl Stores {
             stateful_sets,
             jobs,
             ledger,
+            lease,
         };
         let writers = Writers {
             policies: policies_writer,
@@ -127,6 +139,7 @@ impl Stores {
             stateful_sets: stateful_sets_writer,
             jobs: jobs_writer,
             ledger: ledger_writer,
+            lease: lease_writer,
         };
         (stores, writers)
     }
@@ -144,6 +157,7 @@ impl Stores {
         self.stateful_sets.wait_until_ready().await?;
         self.jobs.wait_until_ready().await?;
         self.ledger.wait_until_ready().await?;
+        self.lease.wait_until_ready().await?;
         Ok(())
     }
 
@@ -211,6 +225,9 @@ impl Context {
     pub(crate) fn paused(&self, node: &str, namespace: Option<&str>) -> Option<String> {
         let release = self.release_namespace.as_str();
         let paused = |name: &str| self.stores.namespace(name).is_some_and(|n| n.paused);
+        if self.uninstalling() {
+            return Some(format!("the Lease {} (the release is being uninstalled)", names::LEADER_LEASE));
+        }
         if paused(release) {
             return Some(format!("the release namespace {release}"));
         }
@@ -218,6 +235,13 @@ impl Context {
             return Some(format!("node {node}"));
         }
         namespace.filter(|n| paused(n)).map(|n| format!("namespace {n}"))
+    }
+
+    /// Whether the release is being uninstalled, as last heard.
+    pub(crate) fn uninstalling(&self) -> bool {
+        let lease =
+            self.stores.lease.get(&ObjectRef::new(names::LEADER_LEASE).within(&self.release_namespace));
+        lease.is_some_and(|lease| uninstall::under_way(&lease, self.started, Timestamp::now()))
     }
 
     /// Counts and logs an error, and says when to try again.

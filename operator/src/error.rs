@@ -18,6 +18,8 @@ pub(crate) enum Error {
     Overtaken,
     #[error("not the leader")]
     NotLeader,
+    #[error("the release is being uninstalled")]
+    Uninstalling,
 }
 
 impl Error {
@@ -37,12 +39,13 @@ impl Error {
             Self::Ledger(_) => "ledger",
             Self::Overtaken => "overtaken",
             Self::NotLeader => "not_leader",
+            Self::Uninstalling => "uninstalling",
         }
     }
 
     /// Part of ordinary life: nothing is wrong.
     pub(crate) fn is_ordinary(&self) -> bool {
-        matches!(self, Self::Overtaken | Self::NotLeader)
+        matches!(self, Self::Overtaken | Self::NotLeader | Self::Uninstalling)
             || matches!(self, Self::Api { source, .. } if matches!(code(source), Some(404 | 409)))
     }
 }

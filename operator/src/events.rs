@@ -2,7 +2,8 @@
 //! them; what cannot be sent is counted.
 
 use highwater_crds::{Decision, DecisionState, GpuMemoryIncident, names};
-use k8s_openapi::api::core::v1::ObjectReference;
+use jiff::SignedDuration;
+use k8s_openapi::api::core::v1::{Node, ObjectReference};
 use kube::{
     Client, Resource,
     runtime::events::{Event, EventType, Recorder, Reporter},
@@ -19,12 +20,30 @@ type Message = (Event, ObjectReference);
 
 /// Where to hand in Events.
 #[derive(Clone)]
-pub(crate) struct Events(mpsc::Sender<Message>);
+pub(crate) struct Events {
+    sink: mpsc::Sender<Message>,
+    metrics: Metrics,
+}
 
 impl Events {
-    pub(crate) fn new() -> (Self, mpsc::Receiver<Message>) {
-        let (sender, receiver) = mpsc::channel(WAITING);
-        (Self(sender), receiver)
+    pub(crate) fn new(metrics: Metrics) -> (Self, mpsc::Receiver<Message>) {
+        let (sink, receiver) = mpsc::channel(WAITING);
+        (Self { sink, metrics }, receiver)
+    }
+
+    /// Tells on a node that its taint went because nobody vouches for it any more.
+    pub(crate) fn agent_gone(&self, node: &Node, away: SignedDuration) {
+        let event = Event {
+            type_: EventType::Warning,
+            reason: "AgentGone".to_owned(),
+            note: Some(format!(
+                "removed the memory-pressure taint: the node has had no Ready agent for {} s",
+                away.as_secs()
+            )),
+            action: "Untaint".to_owned(),
+            secondary: None,
+        };
+        self.send(event, node.object_ref(&()));
     }
 
     /// Tells of a decision, on the incident and on its pod.
@@ -55,7 +74,8 @@ impl Events {
     }
 
     fn send(&self, event: Event, about: ObjectReference) {
-        if self.0.try_send((event, about)).is_err() {
+        if self.sink.try_send((event, about)).is_err() {
+            self.metrics.reconcile_errors.with_label_values(&["events", "dropped"]).inc();
             debug!("an Event was dropped: too many are waiting");
         }
     }
@@ -86,4 +106,19 @@ pub(crate) async fn publish(
         }
     }
     anyhow::bail!("nobody hands in Events any more")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_that_nobody_takes_in_time_are_counted() {
+        let metrics = Metrics::new().unwrap();
+        let (events, _receiver) = Events::new(metrics.clone());
+        for _ in 0..WAITING + 3 {
+            events.agent_gone(&Node::default(), SignedDuration::from_secs(60));
+        }
+        assert_eq!(metrics.reconcile_errors.with_label_values(&["events", "dropped"]).get(), 3);
+    }
 }

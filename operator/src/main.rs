@@ -1,5 +1,6 @@
 //! Highwater's operator: plans for the nodes, decisions about incidents, taints.
 
+mod agents;
 mod args;
 mod claims;
 mod cleanup;
@@ -14,6 +15,7 @@ mod node_controller;
 mod policy_controller;
 mod queue;
 mod run;
+mod uninstall;
 mod watch;
 mod written;
 

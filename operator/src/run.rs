@@ -6,6 +6,7 @@ use std::{
 };
 
 use anyhow::Context as _;
+use jiff::Timestamp;
 use kube::{Client, Config};
 use tokio::{
     signal::unix::{SignalKind, signal},
@@ -16,12 +17,13 @@ use tokio_util::sync::CancellationToken;
 use tracing::info;
 
 use crate::{
+    agents::Agents,
     args::Settings,
     claims::Claims,
     context::{Context, Signals, Stores},
     events::{self, Events},
     http::{self, Ready},
-    incident_controller::{self, Reservations},
+    incident_controller::{self, Refusals, Reservations},
     leader::{self, Leadership},
     metrics::Metrics,
     node_controller, policy_controller,
@@ -41,12 +43,13 @@ pub(crate) async fn run(settings: Settings) -> anyhow::Result<()> {
     let client = client().await?;
     let metrics = Metrics::new()?;
     let (stores, writers) = Stores::new();
-    let (event_sink, event_source) = Events::new();
+    let (event_sink, event_source) = Events::new(metrics.clone());
     let (leads, leadership) = Leadership::new();
     let (learnt, known) = watch::channel(Arc::default());
     let ctx = Arc::new(Context {
         client: client.clone(),
         release_namespace: namespace.clone(),
+        started: Timestamp::now(),
         stores,
         signals: Signals {
             plans: Notify::new(),
@@ -57,6 +60,8 @@ pub(crate) async fn run(settings: Settings) -> anyhow::Result<()> {
         metrics: metrics.clone(),
         events: event_sink,
         claims: Claims::default(),
+        agents: Agents::default(),
+        refusals: Refusals::default(),
         written: Written::default(),
         reservations: Reservations::default(),
         known,
@@ -116,6 +121,7 @@ async fn follow_leadership(ctx: Arc<Context>, stop: CancellationToken) {
         let leads = tokio::select! { () = stop.cancelled() => return, leads = leader.changed() => leads };
         ctx.metrics.leader.set(i64::from(leads));
         ctx.claims.clear();
+        incident_controller::show_halt(&ctx);
         if leads {
             ctx.wake_all();
         }

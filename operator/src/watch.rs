@@ -10,10 +10,10 @@ use std::{
 
 use futures::StreamExt;
 use highwater_crds::names;
-use k8s_openapi::api::core::v1::{ConfigMap, Node, NodeSpec, Pod, PodSpec, PodStatus};
+use k8s_openapi::api::core::v1::{Node, NodeSpec, Pod, PodSpec, PodStatus};
 use kube::{
     Api, Resource,
-    core::{DeserializeGuard, PartialObjectMeta},
+    core::{DeserializeGuard, NamespaceResourceScope, PartialObjectMeta},
     runtime::{
         WatchStreamExt,
         reflector::store::Writer,
@@ -25,35 +25,42 @@ use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 use tracing::warn;
 
-use crate::context::{Context, Writers, key};
+use crate::{
+    agents::{LABELS, is_agent},
+    context::{Context, Writers, key},
+    incident_controller::show_halt,
+};
 
 /// Starts every watch. None of them ends by itself.
 pub(crate) fn spawn(tasks: &mut JoinSet<anyhow::Result<()>>, ctx: &Arc<Context>, writers: Writers) {
     let mut watches = Watches { tasks, ctx };
-    watches.all(writers.policies, drop_managed, |ctx, _| {
+    watches.all(writers.policies, drop_managed, |ctx, _, _| {
         ctx.signals.plans.notify_one();
         ctx.wake_incidents(|_| true);
     });
-    watches.all(writers.plans, drop_managed, |ctx, plan| {
+    watches.all(writers.plans, drop_managed, |ctx, plan, _| {
         ctx.signals.plans.notify_one();
         let node = plan.meta().name.clone().unwrap_or_default();
         ctx.wake_incidents(|i| i.spec.node == node);
         ctx.signals.nodes.add(node);
     });
-    watches.all(writers.incidents, drop_managed, |ctx, guard| match &guard.0 {
-        Ok(incident) => {
-            ctx.signals.incidents.add(key(&incident.metadata));
-            ctx.wake_incidents(|i| i.spec.device == incident.spec.device);
+    watches.all(writers.incidents, drop_managed, |ctx, guard, _| {
+        match &guard.0 {
+            Ok(incident) => {
+                ctx.signals.incidents.add(key(&incident.metadata));
+                ctx.wake_incidents(|i| i.spec.device == incident.spec.device);
+            }
+            Err(invalid) => {
+                let (namespace, name) = key(&invalid.metadata);
+                warn!(namespace, name, error = invalid.error, "an incident cannot be read and is left alone");
+            }
         }
-        Err(invalid) => {
-            let (namespace, name) = key(&invalid.metadata);
-            warn!(namespace, name, error = invalid.error, "an incident cannot be read and is left alone");
-        }
+        show_halt(ctx);
     });
     let mut seen = Changes::default();
-    watches.all(writers.nodes, strip_node, move |ctx, node: &Node| {
+    watches.all(writers.nodes, strip_node, move |ctx, node: &Node, news| {
         // The kubelet renews the status of a node all the time.
-        if seen.changed(node.metadata.name.as_deref(), &node_facts(node)) {
+        if seen.changed(node.metadata.name.as_deref(), news, &node_facts(node)) {
             let name = node.metadata.name.clone().unwrap_or_default();
             ctx.signals.plans.notify_one();
             ctx.wake_incidents(|i| i.spec.node == name);
@@ -61,20 +68,26 @@ pub(crate) fn spawn(tasks: &mut JoinSet<anyhow::Result<()>>, ctx: &Arc<Context>,
         }
     });
     let mut seen = Changes::default();
-    watches.all(writers.namespaces, drop_managed, move |ctx, namespace: &PartialObjectMeta<_>| {
+    watches.all(writers.namespaces, drop_managed, move |ctx, namespace: &PartialObjectMeta<_>, news| {
         let meta = &namespace.metadata;
-        if seen.changed(meta.name.as_deref(), &(&meta.labels, &meta.annotations)) {
+        if seen.changed(meta.name.as_deref(), news, &(&meta.labels, &meta.annotations)) {
             ctx.wake_all(); // its pause may be that of the whole install
         }
     });
-    watches.all(writers.pods, strip_pod, |ctx, pod: &Pod| {
+    watches.all(writers.pods, strip_pod, |ctx, pod: &Pod, _| {
+        if is_agent(pod, &ctx.release_namespace) {
+            let node = pod.spec.as_ref().and_then(|s| s.node_name.clone()).unwrap_or_default();
+            ctx.wake_incidents(|i| i.spec.node == node);
+            ctx.signals.nodes.add(node);
+        }
         let uid = pod.metadata.uid.as_deref();
         ctx.wake_incidents(|i| i.spec.subject.as_ref().map(|s| s.uid.as_str()) == uid);
     });
-    watches.all(writers.replica_sets, strip_owner, |_, _| {});
-    watches.all(writers.stateful_sets, strip_owner, |_, _| {});
-    watches.all(writers.jobs, strip_owner, |_, _| {});
-    watches.ledger(writers.ledger);
+    watches.all(writers.replica_sets, strip_owner, |_, _, _| {});
+    watches.all(writers.stateful_sets, strip_owner, |_, _, _| {});
+    watches.all(writers.jobs, strip_owner, |_, _, _| {});
+    watches.one(names::BUDGET_CONFIG_MAP, writers.ledger);
+    watches.one(names::LEADER_LEASE, writers.lease);
 }
 
 struct Watches<'a> {
@@ -84,8 +97,12 @@ struct Watches<'a> {
 
 impl Watches<'_> {
     /// Watches every object of a kind.
-    fn all<K>(&mut self, writer: Writer<K>, strip: fn(&mut K), on: impl FnMut(&Context, &K) + Send + 'static)
-    where
+    fn all<K>(
+        &mut self,
+        writer: Writer<K>,
+        strip: fn(&mut K),
+        on: impl FnMut(&Context, &K, News) + Send + 'static,
+    ) where
         K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
     {
         let api = Api::all(self.ctx.client.clone());
@@ -93,13 +110,30 @@ impl Watches<'_> {
         self.tasks.spawn(reflect(Arc::clone(self.ctx), api, config, writer, strip, on));
     }
 
-    /// Watches the one ConfigMap that holds the tokens.
-    fn ledger(&mut self, writer: Writer<ConfigMap>) {
+    /// Watches one object of the release.
+    fn one<K>(&mut self, name: &str, writer: Writer<K>)
+    where
+        K: Resource<DynamicType = (), Scope = NamespaceResourceScope>
+            + Clone
+            + Debug
+            + DeserializeOwned
+            + Send
+            + Sync
+            + 'static,
+    {
         let api = Api::namespaced(self.ctx.client.clone(), &self.ctx.release_namespace);
-        let config =
-            watcher::Config::default().fields(&format!("metadata.name={}", names::BUDGET_CONFIG_MAP));
-        self.tasks.spawn(reflect(Arc::clone(self.ctx), api, config, writer, drop_managed, |_, _| {}));
+        let config = watcher::Config::default().fields(&format!("metadata.name={name}"));
+        self.tasks.spawn(reflect(Arc::clone(self.ctx), api, config, writer, drop_managed, |_, _, _| {}));
     }
+}
+
+/// What happened to an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum News {
+    /// It is new or has changed.
+    Applied,
+    /// It is gone.
+    Deleted,
 }
 
 /// Follows one kind: every change goes into its store and then to `on`.
@@ -109,7 +143,7 @@ async fn reflect<K>(
     config: watcher::Config,
     writer: Writer<K>,
     strip: fn(&mut K),
-    mut on: impl FnMut(&Context, &K) + Send,
+    mut on: impl FnMut(&Context, &K, News) + Send,
 ) -> anyhow::Result<()>
 where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
@@ -119,7 +153,8 @@ where
         std::pin::pin!(watcher(api, config).backoff(Patience::default()).modify(strip).reflect(writer));
     while let Some(event) = stream.next().await {
         match event {
-            Ok(Event::Apply(object) | Event::Delete(object)) => on(&ctx, &object),
+            Ok(Event::Apply(object)) => on(&ctx, &object, News::Applied),
+            Ok(Event::Delete(object)) => on(&ctx, &object, News::Deleted),
             // A list reaches the store as a whole when it is complete.
             Ok(Event::Init | Event::InitApply(_)) => {}
             Ok(Event::InitDone) => ctx.wake_all(),
@@ -163,7 +198,11 @@ impl Backoff for Patience {
 struct Changes(HashMap<String, u64>);
 
 impl Changes {
-    fn changed(&mut self, name: Option<&str>, facts: &impl Hash) -> bool {
+    fn changed(&mut self, name: Option<&str>, news: News, facts: &impl Hash) -> bool {
+        if news == News::Deleted {
+            self.0.remove(name.unwrap_or_default());
+            return true;
+        }
         let mut hasher = DefaultHasher::new();
         facts.hash(&mut hasher);
         let hash = hasher.finish();
@@ -200,9 +239,14 @@ fn strip_node(node: &mut Node) {
     node.spec = node.spec.take().map(|s| NodeSpec { taints: s.taints, ..NodeSpec::default() });
 }
 
-/// Keeps what counts for `maxUnavailable`.
+/// Keeps what counts for `maxUnavailable`, and what tells an agent.
 fn strip_pod(pod: &mut Pod) {
+    let kept = pod.metadata.labels.take().map(|mut labels| {
+        labels.retain(|key, value| LABELS.contains(&(key.as_str(), value.as_str())));
+        labels
+    });
     strip_owner(pod);
+    pod.metadata.labels = kept.filter(|labels| !labels.is_empty());
     pod.spec = pod.spec.take().map(|s| PodSpec { node_name: s.node_name, ..PodSpec::default() });
     pod.status = pod.status.take().map(|mut status| PodStatus {
         phase: status.phase,
@@ -239,11 +283,14 @@ mod tests {
             node
         };
         let mut seen = Changes::default();
-        let mut change = |node: &Node| seen.changed(Some("n1"), &node_facts(node));
+        let mut heard = |node: &Node, news| seen.changed(Some("n1"), news, &node_facts(node));
+        let mut change = |node: &Node| heard(node, News::Applied);
         assert!(change(&node("a", "Critical")));
         assert!(!change(&node("a", "Critical")));
         assert!(change(&node("a", "Emergency")));
         assert!(change(&node("b", "Emergency")));
+        assert!(heard(&node("b", "Emergency"), News::Deleted));
+        assert!(heard(&node("b", "Emergency"), News::Applied), "one that comes back is new");
     }
 
     #[test]

@@ -20,6 +20,13 @@ pub struct State {
     above: [Option<Millis>; 3],
 }
 
+impl State {
+    /// At a level since `since`.
+    pub fn at(level: Level, since: Millis) -> Self {
+        Self { level, since, ..Self::default() }
+    }
+}
+
 /// A change of level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transition {

@@ -51,6 +51,16 @@ pub struct Token {
     pub node: String,
     /// UID of the pod.
     pub pod: String,
+    /// Until when it is kept at least: the longest window of any policy when it was reserved. A
+    /// policy that is away for a while does not shorten the memory of the others' acts.
+    #[serde(rename = "keepUntil", default, skip_serializing_if = "Option::is_none")]
+    pub keep_until: Option<Timestamp>,
+}
+
+impl Token {
+    fn is_kept(&self, now: Timestamp, window: SignedDuration) -> bool {
+        now.duration_since(self.at) <= window || self.keep_until.is_some_and(|until| now <= until)
+    }
 }
 
 /// Why a stored ledger cannot be used. Nothing is done without it, since that might spend a
@@ -173,6 +183,8 @@ pub struct Request<'a> {
     pub token: Token,
     /// UIDs of the workload's pods that are not ready or have an act in flight.
     pub unavailable: &'a BTreeSet<String>,
+    /// Whether the act is for good. Such an act needs a policy that bounds it.
+    pub enforced: bool,
     /// The longest window of any policy in minutes; older tokens are forgotten.
     pub longest_window_minutes: i32,
 }
@@ -196,15 +208,27 @@ pub enum Answer {
     },
 }
 
-/// Reserves a token, if every limit allows it.
+/// Reserves a token, if every limit allows it. A token that is there already has paid the rates,
+/// but its act still waits while too many pods of the workload are down.
 pub fn reserve(ledger: &TokenLedger, limits: &Limits, request: &Request<'_>) -> Answer {
-    if ledger.holds(request.key) {
-        return Answer::Reserved { ledger: None, said: vec!["the token was reserved before".to_owned()] };
-    }
     let now = request.token.at;
     let mut said: Vec<Said> = Vec::new();
-    if let Some((most, policy)) = &limits.max_unavailable {
-        said.push(unavailable(ledger, request, *most, policy));
+    match &limits.max_unavailable {
+        Some((most, policy)) => said.push(unavailable(ledger, request, *most, policy)),
+        None if request.enforced => said.push(Said {
+            refused: true,
+            until: None,
+            text: "no policy says how many pods may be down: set remediation.budget.maxUnavailable"
+                .to_owned(),
+        }),
+        None => {}
+    }
+    if ledger.holds(request.key) {
+        if said.iter().any(|s| s.refused) {
+            return Answer::Refused { said: texts(&said), retry_at: None };
+        }
+        said.push(Said { refused: false, until: None, text: "the token was reserved before".to_owned() });
+        return Answer::Reserved { ledger: None, said: texts(&said) };
     }
     said.extend(
         limits
@@ -214,8 +238,8 @@ pub fn reserve(ledger: &TokenLedger, limits: &Limits, request: &Request<'_>) -> 
             .map(|rate| rate.check(ledger, &request.token)),
     );
     let mut next = ledger.clone();
-    let window = SignedDuration::from_mins(request.longest_window_minutes.into());
-    next.tokens.retain(|_, token| now.duration_since(token.at) <= window.max(SETTLING));
+    let window = SignedDuration::from_mins(request.longest_window_minutes.into()).max(SETTLING);
+    next.tokens.retain(|_, token| token.is_kept(now, window));
     if next.len() >= CAPACITY {
         said.push(Said {
             refused: true,
@@ -232,7 +256,8 @@ pub fn reserve(ledger: &TokenLedger, limits: &Limits, request: &Request<'_>) -> 
         return Answer::Refused { said: texts(&said), retry_at };
     }
     next.version = VERSION;
-    next.tokens.insert(request.key.to_owned(), request.token.clone());
+    let keep_until = now.checked_add(window).ok();
+    next.tokens.insert(request.key.to_owned(), Token { keep_until, ..request.token.clone() });
     Answer::Reserved { ledger: Some(next), said: texts(&said) }
 }
 
@@ -333,6 +358,7 @@ mod tests {
             namespace: "team".into(),
             node: "n1".into(),
             pod: pod.into(),
+            keep_until: None,
         }
     }
 
@@ -352,6 +378,7 @@ mod tests {
             key: &key,
             token: token(pod, second),
             unavailable: &unavailable,
+            enforced: true,
             longest_window_minutes: 60,
         };
         reserve(ledger, limits, &request)
@@ -399,12 +426,71 @@ mod tests {
         granted(ask(&ledger, &limits, "b", 11));
 
         let down = BTreeSet::from(["other".to_owned()]);
-        let request =
-            Request { key: "k", token: token("b", 11), unavailable: &down, longest_window_minutes: 60 };
+        let request = Request {
+            key: "k",
+            token: token("b", 11),
+            unavailable: &down,
+            enforced: true,
+            longest_window_minutes: 60,
+        };
         assert!(matches!(reserve(&TokenLedger::default(), &limits, &request), Answer::Refused { .. }));
         let own = BTreeSet::from(["b".to_owned()]);
         let request = Request { unavailable: &own, ..request };
         assert!(matches!(reserve(&TokenLedger::default(), &limits, &request), Answer::Reserved { .. }));
+    }
+
+    #[test]
+    fn a_held_token_skips_the_rates_but_not_max_unavailable() {
+        let limits = limits(1, &[(RateScope::Fleet, 1)]);
+        let ledger = granted(ask(&TokenLedger::default(), &limits, "a", 0));
+        let (key, down) = (key("i", "a"), BTreeSet::from(["other".to_owned()]));
+        let request = Request {
+            key: &key,
+            token: token("a", 60),
+            unavailable: &down,
+            enforced: true,
+            longest_window_minutes: 60,
+        };
+        let Answer::Refused { said, retry_at: None } = reserve(&ledger, &limits, &request) else { panic!() };
+        assert!(said[0].contains("maxUnavailable 1 (policy p): 2 with this pod: refused"), "{said:?}");
+        let none = BTreeSet::new();
+        let request = Request { unavailable: &none, ..request };
+        assert!(matches!(reserve(&ledger, &limits, &request), Answer::Reserved { ledger: None, .. }));
+    }
+
+    #[test]
+    fn an_enforced_act_that_nothing_bounds_is_refused() {
+        let unbounded = Limits::default();
+        let Answer::Refused { said, .. } = ask(&TokenLedger::default(), &unbounded, "a", 0) else { panic!() };
+        assert!(said[0].contains("remediation.budget.maxUnavailable"), "{said:?}");
+        let none = BTreeSet::new();
+        let rehearsed = Request {
+            key: "k",
+            token: token("a", 0),
+            unavailable: &none,
+            enforced: false,
+            longest_window_minutes: 60,
+        };
+        let answer = reserve(&TokenLedger::default(), &unbounded, &rehearsed);
+        assert!(matches!(answer, Answer::Reserved { .. }));
+    }
+
+    #[test]
+    fn a_token_outlives_a_policy_with_a_long_window_that_is_away() {
+        let limits = limits(9, &[(RateScope::Fleet, 9)]);
+        let none = BTreeSet::new();
+        let request = |key, pod, second, window| Request {
+            key,
+            token: token(pod, second),
+            unavailable: &none,
+            enforced: true,
+            longest_window_minutes: window,
+        };
+        let day = granted(reserve(&TokenLedger::default(), &limits, &request("a", "a", 0, 24 * 60)));
+        let later = granted(reserve(&day, &limits, &request("b", "b", 7200, 60)));
+        assert!(later.holds("a") && later.holds("b"));
+        let next_day = granted(reserve(&later, &limits, &request("c", "c", 24 * 3600 + 1, 60)));
+        assert!(!next_day.holds("a") && !next_day.holds("b"));
     }
 
     #[test]

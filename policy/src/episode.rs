@@ -4,10 +4,9 @@
 use std::sync::Arc;
 
 use highwater_crds::{
-    Decision, DecisionState, GpuMemoryIncident, GpuMemoryIncidentSpec, IncidentKind, Mode, Observation,
-    ObservationState, names,
+    Decision, DecisionState, GpuMemoryIncident, GpuMemoryIncidentSpec, IncidentKind, Mode, ObservationState,
+    names,
 };
-use jiff::Timestamp;
 use kube::ResourceExt;
 use sha2::{Digest, Sha256};
 
@@ -16,7 +15,7 @@ pub const MAX_OPEN: usize = 32;
 
 /// How often an observation is renewed while an act is being decided or verified, in
 /// milliseconds.
-pub const RENEW_MILLISECONDS: i64 = 2000;
+pub const RENEW_MILLISECONDS: u64 = 2000;
 
 /// Reason of a decision that waits for a fresh observation.
 pub const AWAITING_OBSERVATION: &str = "AwaitingObservation";
@@ -110,38 +109,52 @@ fn is_urgent(decision: Option<&Decision>) -> bool {
     })
 }
 
+/// What the operator asks for a fresh observation by, if it does: it differs each time that it
+/// asks anew. Its times are of another machine's clock, so they are compared for being the same
+/// and for nothing else.
+pub fn question(incident: &GpuMemoryIncident) -> Option<String> {
+    let annotation = incident.annotations().get(names::OBSERVE);
+    let evicted = decision(incident).and_then(|d| d.evicted_at.as_ref()).map(|at| at.0.to_string());
+    (annotation.is_some() || evicted.is_some())
+        .then(|| format!("{}/{}", annotation.map_or("", String::as_str), evicted.unwrap_or_default()))
+}
+
+/// What was said last of an incident. The evidence counts as the first observation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Last {
+    /// What was seen.
+    pub state: ObservationState,
+    /// How long ago it was said, in milliseconds.
+    pub age: u64,
+    /// Whether it answers the present [`question`], or there is none.
+    pub answers: bool,
+}
+
 /// The state to write into an incident's observation, if one is to be written: it differs from
-/// the last one, or the operator waits for a newer one. `last` is what was written last by this
-/// agent or stands in the incident, whichever is newer.
+/// the last one, or the operator waits for a newer one.
 ///
 /// The end of an episode is not taken back: what comes after is the next episode. It is written
 /// for a closed incident as well, so that the next is known for another.
 pub fn observation_due(
     incident: &GpuMemoryIncident,
-    last: Option<&Observation>,
+    last: Last,
     seen: ObservationState,
-    now: Timestamp,
 ) -> Option<ObservationState> {
-    let (last_state, last_at) =
-        last.map_or((ObservationState::Over, incident.spec.evidence.at.0), |o| (o.state, o.at.0));
     if is_closed(incident) {
-        return (!is_end(last_state) && is_end(seen)).then_some(seen);
+        return (!is_end(last.state) && is_end(seen)).then_some(seen);
     }
-    let annotation =
-        incident.annotations().get(names::OBSERVE).and_then(|text| text.parse::<Timestamp>().ok());
-    let evicted = decision(incident).and_then(|d| d.evicted_at.as_ref()).map(|at| at.0);
-    let asked = annotation.into_iter().chain(evicted).any(|asked| asked > last_at);
-    if is_end(last_state) {
-        return asked.then_some(last_state);
+    let old = last.age >= RENEW_MILLISECONDS;
+    if is_end(last.state) {
+        return (old && !last.answers).then_some(last.state);
     }
-    let old = now.duration_since(last_at).as_millis() >= i128::from(RENEW_MILLISECONDS);
-    let due = seen != last_state || asked || (old && is_urgent(decision(incident)));
+    let due = seen != last.state || (old && (!last.answers || is_urgent(decision(incident))));
     due.then_some(seen)
 }
 
 #[cfg(test)]
 mod tests {
-    use highwater_crds::{ActionType, Evidence, GpuMemoryIncidentStatus, Proposal, Subject};
+    use highwater_crds::{ActionType, Evidence, GpuMemoryIncidentStatus, Observation, Proposal, Subject};
+    use jiff::Timestamp;
     use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 
     use super::*;
@@ -235,11 +248,14 @@ mod tests {
         assert_eq!(begin(&other, &ended), Beginning::New(1));
     }
 
+    fn last(state: ObservationState, age: u64, answers: bool) -> Last {
+        Last { state, age, answers }
+    }
+
     #[test]
     fn an_observation_is_renewed_every_2_s_while_an_act_is_decided_or_verified() {
         use DecisionState::{Approved, Proposed, Suppressed, Verifying};
         use ObservationState::Over;
-        let last = observed(Over, 110);
         for (decision, renewed) in [
             (None, true),
             (Some((Approved, "x")), true),
@@ -249,57 +265,59 @@ mod tests {
             (Some((Suppressed, "DryRun")), false),
         ] {
             let incident = with(incident(1), decision, None);
-            assert_eq!(
-                observation_due(&incident, Some(&last), Over, at(112)).is_some(),
-                renewed,
-                "{decision:?}"
-            );
-            assert_eq!(observation_due(&incident, Some(&last), Over, at(111)), None);
+            let due = |age| observation_due(&incident, last(Over, age, true), Over);
+            assert_eq!(due(2000).is_some(), renewed, "{decision:?}");
+            assert_eq!(due(1999), None);
         }
     }
 
     #[test]
     fn a_waiting_incident_is_observed_on_change_and_when_asked() {
         use ObservationState::{Over, Recovered};
-        let mut waiting = with(incident(1), Some((DecisionState::Proposed, "Paused")), None);
-        let last = observed(Over, 110);
-        assert_eq!(observation_due(&waiting, Some(&last), Recovered, at(110)), Some(Recovered));
-        waiting.annotations_mut().insert(names::OBSERVE.into(), at(150).to_string());
-        assert_eq!(observation_due(&waiting, Some(&last), Over, at(151)), Some(Over));
-        let answered = observed(Over, 151);
-        assert_eq!(observation_due(&waiting, Some(&answered), Over, at(999)), None);
+        let waiting = with(incident(1), Some((DecisionState::Proposed, "Paused")), None);
+        assert_eq!(observation_due(&waiting, last(Over, 0, true), Recovered), Some(Recovered));
+        assert_eq!(observation_due(&waiting, last(Over, 2000, false), Over), Some(Over));
+        assert_eq!(observation_due(&waiting, last(Over, 1999, false), Over), None, "no more often than that");
+        assert_eq!(observation_due(&waiting, last(Over, 999_000, true), Over), None);
+    }
+
+    #[test]
+    fn each_asking_is_a_question_of_its_own_whatever_the_operators_clock_says() {
+        let mut incident = with(incident(1), Some((DecisionState::Verifying, "Evicted")), None);
+        assert_eq!(question(&incident), None);
+        let mut questions = Vec::new();
+        for second in [500, 400, 1] {
+            incident.annotations_mut().insert(names::OBSERVE.into(), at(second).to_string());
+            questions.push(question(&incident));
+        }
+        let decision = incident.status.as_mut().and_then(|status| status.decision.as_mut()).unwrap();
+        decision.evicted_at = Some(MicroTime(at(1)));
+        questions.push(question(&incident));
+        for (n, one) in questions.iter().enumerate() {
+            assert!(one.is_some() && questions.iter().skip(n + 1).all(|other| other != one));
+        }
     }
 
     #[test]
     fn of_a_closed_incident_only_the_end_is_written_and_once() {
         use ObservationState::{Gone, Over, Recovered, Unknown};
         let closed = with(incident(1), Some((DecisionState::Suppressed, "DryRun")), None);
-        for (last, seen, due) in [
-            (None, Over, None),
-            (None, Unknown, None),
-            (None, Recovered, Some(Recovered)),
-            (Some(observed(Recovered, 110)), Gone, None),
+        for (before, seen, due) in [
+            (Over, Over, None),
+            (Over, Unknown, None),
+            (Over, Recovered, Some(Recovered)),
+            (Recovered, Gone, None),
         ] {
-            assert_eq!(observation_due(&closed, last.as_ref(), seen, at(999)), due);
+            assert_eq!(observation_due(&closed, last(before, 999_000, false), seen), due);
         }
     }
 
     #[test]
-    fn an_end_is_not_taken_back_but_said_again_after_an_eviction() {
+    fn an_end_is_not_taken_back_but_said_again_when_asked() {
         use ObservationState::{Gone, Over};
-        let mut incident = with(incident(1), Some((DecisionState::Verifying, "Evicted")), None);
-        let end = observed(Gone, 110);
-        assert_eq!(observation_due(&incident, Some(&end), Over, at(999)), None);
-        let decision = incident.status.as_mut().and_then(|status| status.decision.as_mut()).unwrap();
-        decision.evicted_at = Some(MicroTime(at(111)));
-        assert_eq!(observation_due(&incident, Some(&end), Over, at(112)), Some(Gone));
-        assert_eq!(observation_due(&incident, Some(&observed(Gone, 112)), Over, at(999)), None);
-    }
-
-    #[test]
-    fn the_evidence_counts_as_the_first_observation() {
-        let state = ObservationState::Over;
-        assert_eq!(observation_due(&incident(1), None, state, at(101)), None);
-        assert_eq!(observation_due(&incident(1), None, state, at(102)), Some(state));
+        let incident = with(incident(1), Some((DecisionState::Verifying, "Evicted")), None);
+        assert_eq!(observation_due(&incident, last(Gone, 999_000, true), Over), None);
+        assert_eq!(observation_due(&incident, last(Gone, 2000, false), Over), Some(Gone));
+        assert_eq!(observation_due(&incident, last(Gone, 1999, false), Over), None);
     }
 }

@@ -44,7 +44,9 @@ pub enum Watch {
     /// It does.
     #[default]
     On,
-    /// It was told to let go of the devices.
+    /// It was told to let go of the devices, and something keeps it from that: what.
+    StandingDown(String),
+    /// It was told to let go of the devices, and did.
     StandDown,
     /// The driver could not be opened: why.
     NoDriver(String),
@@ -112,7 +114,7 @@ pub fn status(facts: &Facts, previous: Option<&GpuMemoryNodeStatus>, now: Timest
         .into_iter()
         .map(|verdict| verdict.condition(generation, previous, now))
         .collect();
-    GpuMemoryNodeStatus {
+    let mut status = GpuMemoryNodeStatus {
         observed_generation: generation,
         conditions,
         driver_version: facts.driver_version.clone(),
@@ -122,8 +124,37 @@ pub fn status(facts: &Facts, previous: Option<&GpuMemoryNodeStatus>, now: Timest
         models,
         devices,
         top_pods,
+    };
+    for shorten in SHORTEN {
+        if serde_json::to_vec(&status).is_ok_and(|text| text.len() <= SIZE_MAX) {
+            break;
+        }
+        shorten(&mut status);
     }
+    status
 }
+
+/// The largest status in bytes of JSON: with the plan and the managed fields the object then stays
+/// below 10 kB.
+const SIZE_MAX: usize = 7_500;
+
+/// What is left out of a status that would be too large, in turn. Metrics have all of it; what the
+/// operator acts on is never left out.
+const SHORTEN: [fn(&mut GpuMemoryNodeStatus); 4] = [
+    |status| status.devices.iter_mut().for_each(|device| device.headroom = HeadroomBand::Unknown),
+    |status| {
+        for device in &mut status.devices {
+            device.pods = 0;
+            device.over = 0;
+        }
+    },
+    |status| status.top_pods.clear(),
+    |status| {
+        for condition in &mut status.conditions {
+            condition.message = condition.message.chars().take(128).collect();
+        }
+    },
+];
 
 fn key(pod: &TopPod) -> (&str, &str, &str) {
     (&pod.namespace, &pod.name, &pod.device)
@@ -162,6 +193,7 @@ fn monitored(facts: &Facts) -> Verdict {
         Watch::StandDown => {
             return verdict(false, "StandDown", "every device handle is closed, as asked".to_owned());
         }
+        Watch::StandingDown(why) => return verdict(false, "StandingDown", why.chars().take(512).collect()),
         Watch::NoDriver(why) => return verdict(false, "NoDriver", why.chars().take(512).collect()),
         Watch::On => {}
     }
@@ -200,7 +232,7 @@ fn attention(facts: &Facts) -> Verdict {
 
 /// What some devices say for themselves: the first few, and how many more.
 fn named(facts: &Facts, what: impl Fn(&DeviceFacts) -> Option<String>) -> String {
-    const NAMED: usize = 8;
+    const NAMED: usize = 4;
     let all: Vec<String> = facts.devices.iter().filter_map(what).collect();
     let more = all.len().saturating_sub(NAMED);
     let mut text = all.into_iter().take(NAMED).collect::<Vec<_>>().join(", ");
@@ -340,13 +372,46 @@ mod tests {
 
     #[test]
     fn d17_the_object_of_56_mig_devices_fits_in_10_kb() {
-        let mut facts = facts((0..56).map(device).collect());
-        facts.driver_version = Some("580.159.03".into());
-        for (n, device) in facts.devices.iter_mut().enumerate() {
+        let size = size_of_56(|n, device| {
             device.level = if n % 2 == 0 { Level::Emergency } else { Level::Critical };
             device.headroom = HeadroomBand::Full;
             device.zombie = true;
             device.freeze = (n % 4 == 0).then_some(Freeze::AllDevices);
+        });
+        assert!(size <= 10_000, "{size} bytes");
+    }
+
+    #[test]
+    fn a_status_that_is_not_too_large_leaves_nothing_out() {
+        let pod =
+            TopPod { namespace: "team".into(), name: "p".into(), device: "d".into(), due: ByteSize::gib(1) };
+        let facts = Facts { over: vec![(1, pod); 9], ..facts((0..8).map(device).collect()) };
+        let status = status(&facts, None, at(0));
+        assert_eq!(status.top_pods.len(), TOP_PODS);
+        assert!(status.devices.iter().all(|d| d.pods == 2 && d.headroom == HeadroomBand::Below60));
+    }
+
+    #[test]
+    fn d17_so_does_one_with_every_field_of_every_device_set() {
+        let size = size_of_56(|n, device| {
+            device.level = if n % 2 == 0 { Level::Emergency } else { Level::Critical };
+            device.headroom = HeadroomBand::Full;
+            device.zombie = true;
+            device.freeze = Some(Freeze::AllDevices);
+            device.over = 2;
+            device.fault = Some(DeviceFault::NoProcessInfo);
+            device.unexplained =
+                Some("(perhaps pod machine-learning-platform/model-server-0-5d8f9c7b6d-x2x4z)".into());
+        });
+        assert!(size <= 10_000, "{size} bytes");
+    }
+
+    /// Bytes of the whole object of a node with 56 such devices, as it is stored.
+    fn size_of_56(set: impl Fn(usize, &mut DeviceFacts)) -> usize {
+        let mut facts = facts((0..56).map(device).collect());
+        facts.driver_version = Some("580.159.03".into());
+        for (n, device) in facts.devices.iter_mut().enumerate() {
+            set(n, device);
         }
         facts.over = (0..9)
             .map(|n| {
@@ -360,7 +425,9 @@ mod tests {
             })
             .collect();
         let status = status(&facts, None, at(1_800_000_000));
-        assert_eq!(status.top_pods.len(), TOP_PODS);
+        let said: Vec<_> = status.devices.iter().map(|d| (d.level, d.freeze, d.fault)).collect();
+        let known: Vec<_> = facts.devices.iter().map(|d| (d.level, d.freeze, d.fault)).collect();
+        assert_eq!(said, known, "what the operator acts on");
         let layer = json!({"mode": "Enforce", "rules": [{
             "product": "NVIDIA H200 MIG 1g.18gb", "partition": "Mig", "quotaPolicies": ["serving"],
             "breakers": [{"policy": "serving", "ownerKinds": ["ReplicaSet", "StatefulSet"], "value": {
@@ -413,7 +480,6 @@ mod tests {
         ]))
         .unwrap();
         node.status = Some(status);
-        let size = serde_json::to_vec(&node).unwrap().len();
-        assert!(size <= 10_000, "{size} bytes");
+        serde_json::to_vec(&node).unwrap().len()
     }
 }

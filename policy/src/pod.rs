@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use highwater_crds::{ByteSize, names};
+use jiff::Timestamp;
 use k8s_openapi::{
     api::core::v1::{Namespace, Pod},
     apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta},
@@ -42,6 +43,8 @@ pub struct PodFacts {
     pub static_uid: Option<String>,
     /// Asked to end.
     pub terminating: bool,
+    /// When it ought to have ended, its grace period included, if it was asked to.
+    pub ends_at: Option<Timestamp>,
     /// Every container ended for good.
     pub finished: bool,
     /// New acts on this pod are switched off.
@@ -93,7 +96,9 @@ impl PodFacts {
         let status = pod.status.as_ref();
         let priority = spec.and_then(|s| s.priority).unwrap_or(0);
         let class = spec.and_then(|s| s.priority_class_name.as_deref()).unwrap_or("");
-        let static_uid = annotation(meta, MIRROR).map(str::to_owned);
+        let mirror = annotation(meta, MIRROR);
+        // Anybody may write the annotation. A UID of the API has dashes: it cannot name such a pod.
+        let static_uid = mirror.filter(|uid| is_hash(uid)).map(str::to_owned);
 
         let mut annotation_errors = Vec::new();
         let mut size = |key| {
@@ -122,9 +127,10 @@ impl PodFacts {
             owner: controller(meta),
             priority,
             system_priority: priority >= SYSTEM_PRIORITY || class.starts_with("system-"),
-            mirror: static_uid.is_some(),
+            mirror: mirror.is_some(),
             static_uid,
             terminating: meta.deletion_timestamp.is_some(),
+            ends_at: meta.deletion_timestamp.as_ref().map(|at| at.0),
             finished: status
                 .and_then(|s| s.phase.as_deref())
                 .is_some_and(|phase| matches!(phase, "Succeeded" | "Failed")),
@@ -187,6 +193,11 @@ pub fn selects_namespace(
 ) -> bool {
     let protected = namespace == release_namespace || names::SYSTEM_NAMESPACES.contains(&namespace);
     !protected && facts.is_some_and(|facts| selector.is_none_or(|s| selects(s, &facts.labels)))
+}
+
+/// Whether this is what the kubelet makes of a static pod's manifest.
+fn is_hash(uid: &str) -> bool {
+    uid.len() == 32 && uid.bytes().all(|c| matches!(c, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 fn annotation<'a>(meta: &'a ObjectMeta, key: &str) -> Option<&'a str> {
@@ -301,12 +312,17 @@ mod tests {
     }
 
     #[test]
-    fn a_static_pod_is_known_to_the_kubelet_by_its_hash() {
-        let pod = parse(
-            json!({"metadata": {"uid": "api", "annotations": {"kubernetes.io/config.mirror": "hash"}}}),
-        );
-        assert!(pod.mirror);
-        assert_eq!(pod.kubelet_uid(), "hash");
+    fn a_static_pod_is_known_to_the_kubelet_by_its_hash_and_no_pod_by_anothers_uid() {
+        let mirror = |of: &str| {
+            parse(json!({"metadata": {"uid": "api", "annotations": {"kubernetes.io/config.mirror": of}}}))
+        };
+        let hash = "0123456789abcdef0123456789abcdef";
+        assert!(mirror(hash).mirror);
+        assert_eq!(mirror(hash).kubelet_uid(), hash);
+        for forged in ["8f0c1c3e-52f4-4c8e-9a66-6f5b4f2c9d10", "0123456789ABCDEF0123456789ABCDEF", ""] {
+            assert!(mirror(forged).mirror, "it is never restarted");
+            assert_eq!(mirror(forged).kubelet_uid(), "api");
+        }
     }
 
     #[test]

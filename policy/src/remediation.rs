@@ -4,6 +4,7 @@
 //! |-----------|-----------------------------------------------------------|------|
 //! | (new)     | Proposed, Approved, Suppressed, Cancelled, Superseded     | it waits, may go on, or never will |
 //! | Proposed  | Approved, Suppressed, Cancelled, Superseded, Failed       | as above |
+//! | Proposed  | Verifying                                                 | its token is spent and the pod is going: an earlier request was accepted after all |
 //! | Approved  | Verifying                                                 | the API server accepted the eviction |
 //! | Approved  | Proposed, Suppressed, Cancelled, Superseded, Failed       | it may not go on after all, or was refused |
 //! | Verifying | Succeeded, Failed                                         | the memory came back, or did not in time |
@@ -27,6 +28,9 @@ pub const VERIFY_WITHIN: SignedDuration = SignedDuration::from_secs(120);
 pub const BUDGET_EXHAUSTED: &str = "BudgetExhausted";
 /// Reason of an incident whose eviction a disruption budget forbids for now.
 pub const DISRUPTION_BUDGET: &str = "DisruptionBudget";
+/// How long a node may be without a Ready agent before its incidents end: nobody can say any more
+/// what the pod holds.
+pub const AGENT_GONE: SignedDuration = SignedDuration::from_secs(600);
 /// How long the agent is given to answer before it is asked again.
 const ASK_AGAIN: SignedDuration = SignedDuration::from_secs(30);
 /// How soon an incident that waits for something without events of its own is looked at again.
@@ -49,6 +53,10 @@ pub struct View<'a> {
     pub pod: Option<&'a PodFacts>,
     /// Whether that pod is ending because of an eviction.
     pub evicted: bool,
+    /// Whether a token for this act is in the ledger, so that it may have been requested before.
+    pub token: bool,
+    /// How long the node has had no Ready agent. None: it has one.
+    pub agent_away: Option<SignedDuration>,
     /// The pod's grace period in seconds.
     pub grace_seconds: Option<i64>,
     /// What the policy asks for now.
@@ -72,6 +80,8 @@ pub enum Asks<'a> {
     Deleted,
     /// It no longer asks for this act on this device.
     Nothing,
+    /// Nobody can say, since the node's plan and report are not there.
+    Unknown,
     /// It still asks for it.
     Act {
         /// The owner kinds whose pods may be restarted.
@@ -81,13 +91,39 @@ pub enum Asks<'a> {
     },
 }
 
-/// Another incident whose act is under way.
+/// Another incident whose act is in the way.
 #[derive(Clone, Copy, Debug)]
 pub enum Rival<'a> {
-    /// On the same pod.
+    /// It has restarted the same pod.
     Subject(&'a str),
-    /// On the same device.
+    /// It acts on the same device or pod, or may be about to.
     Device(&'a str),
+}
+
+/// Where an incident stands in the order of acts on one device or pod.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Turn<'a> {
+    /// Its state. None: nothing was decided yet.
+    pub state: Option<DecisionState>,
+    /// Since when.
+    pub since: Timestamp,
+    /// UID of the incident.
+    pub uid: &'a str,
+}
+
+impl Turn<'_> {
+    /// Whether this incident waits for `other`: its act is under way, or is approved and may have
+    /// been requested already. Of several that are approved, as an earlier leader may leave them,
+    /// one goes first, so that they do not wait for each other.
+    pub fn waits_for(&self, other: &Self) -> bool {
+        match (self.state, other.state) {
+            (Some(DecisionState::Approved), Some(DecisionState::Approved)) => {
+                (other.since, other.uid) < (self.since, self.uid)
+            }
+            (_, Some(DecisionState::Approved | DecisionState::Verifying)) => true,
+            _ => false,
+        }
+    }
 }
 
 /// What the budgets say against an act.
@@ -148,7 +184,7 @@ fn verdict(state: DecisionState, reason: &'static str, message: impl Into<String
 
 /// What to do next about an incident.
 pub fn decide(view: &View<'_>, now: Timestamp) -> Step {
-    use DecisionState::{Approved, Suppressed, Verifying};
+    use DecisionState::{Approved, Cancelled, Proposed, Suppressed, Verifying};
 
     let state = view.decision.map(|d| d.state);
     match state {
@@ -159,8 +195,10 @@ pub fn decide(view: &View<'_>, now: Timestamp) -> Step {
     let Some(subject) = &view.spec.subject else {
         return end(verdict(Suppressed, "NoCulprit", "no pod is over its due, so nobody is restarted"));
     };
-    // An approved act may have been done just before its leader died.
-    if state == Some(Approved) && (view.evicted || gone(view, subject)) {
+    // An approved act may have been done just before its leader died, and one that waits again
+    // may have been accepted although no answer came.
+    let attempted = state == Some(Approved) || (state == Some(Proposed) && view.token);
+    if attempted && (view.evicted || gone(view, subject)) {
         return Step::Record(evicted(), None);
     }
     if let Some(verdict) = never(view, subject) {
@@ -168,6 +206,14 @@ pub fn decide(view: &View<'_>, now: Timestamp) -> Step {
     }
     if view.spec.mode == Mode::DryRun {
         return Step::Rehearse;
+    }
+    if let Some(away) = view.agent_away.filter(|away| *away >= AGENT_GONE) {
+        let message = format!(
+            "node {} has had no Ready agent for {} s: nobody can say what the pod holds",
+            view.spec.node,
+            away.as_secs()
+        );
+        return end(verdict(Cancelled, "AgentGone", message));
     }
     not_now(view, now).unwrap_or(Step::Act)
 }
@@ -193,6 +239,8 @@ fn never(view: &View<'_>, subject: &Subject) -> Option<Verdict> {
             let message = format!("policy {policy} no longer asks for this on {}", view.spec.node);
             return Some(verdict(Suppressed, "PolicyGone", message));
         }
+        // Waits; see `not_now`.
+        Asks::Unknown => return None,
         Asks::Act { owner_kinds, namespace_selected } => (owner_kinds, namespace_selected),
     };
     if !matches!(view.spec.mode, Mode::DryRun | Mode::Enforce) {
@@ -202,6 +250,11 @@ fn never(view: &View<'_>, subject: &Subject) -> Option<Verdict> {
         let message =
             format!("{:?} is done on the node; there is nothing to decide", view.spec.proposed.action);
         return Some(verdict(Suppressed, "NotAnAct", message));
+    }
+    // Before the pod is looked at, which is ending because of just that.
+    if let (Some(Rival::Subject(other)), Mode::Enforce) = (view.rival, view.spec.mode) {
+        let message = format!("incident {other} restarts the same pod");
+        return Some(verdict(Superseded, "SubjectBeingRestarted", message));
     }
     let Some(pod) = view.pod else {
         return Some(verdict(Cancelled, "PodGone", "the pod is gone"));
@@ -261,13 +314,6 @@ fn never(view: &View<'_>, subject: &Subject) -> Option<Verdict> {
         }
         _ => {}
     }
-    if let (Some(Rival::Subject(other)), Mode::Enforce) = (view.rival, view.spec.mode) {
-        return because(
-            Superseded,
-            "SubjectBeingRestarted",
-            format!("incident {other} restarts the same pod"),
-        );
-    }
     None
 }
 
@@ -282,8 +328,12 @@ fn not_now(view: &View<'_>, now: Timestamp) -> Option<Step> {
     if let Some(why) = &view.halted {
         return wait("FleetHalted", why.clone(), LOOK_AGAIN);
     }
-    if let Some(Rival::Device(other)) = view.rival {
-        let message = format!("incident {other} has an act under way on this device");
+    if matches!(view.asks, Asks::Unknown) {
+        let message = format!("the GpuMemoryNode {} cannot be read: see the operator's log", view.spec.node);
+        return wait("AwaitingObservation", message, LOOK_AGAIN);
+    }
+    if let Some(Rival::Device(other) | Rival::Subject(other)) = view.rival {
+        let message = format!("incident {other} has an act under way on this device or pod");
         return wait("AwaitingVerification", message, LOOK_AGAIN);
     }
     if let Some(refusal) = &view.refusal {
@@ -296,11 +346,20 @@ fn not_now(view: &View<'_>, now: Timestamp) -> Option<Step> {
         return wait(DISRUPTION_BUDGET, why.clone(), LOOK_AGAIN);
     }
     if !is_fresh(view.spec, view.observation, now) {
-        let message = format!(
-            "what the agent on {} last saw is older than {} s or not certain: a fresh look was asked for",
-            view.spec.node,
-            FRESH.as_secs()
-        );
+        let ahead = latest(view).map_or(view.spec.evidence.at.0, |o| o.at.0).duration_since(now);
+        let message = if ahead > FRESH {
+            format!(
+                "the clock of {} is {} s ahead of the operator's: set both right",
+                view.spec.node,
+                ahead.as_secs()
+            )
+        } else {
+            format!(
+                "what the agent on {} last saw is older than {} s or not certain: a fresh look was asked for",
+                view.spec.node,
+                FRESH.as_secs()
+            )
+        };
         let verdict = verdict(DecisionState::Proposed, "AwaitingObservation", message);
         return Some(match view.asked {
             Some(asked) if now.duration_since(asked) < ASK_AGAIN => Step::Record(verdict, Some(LOOK_AGAIN)),
@@ -311,13 +370,13 @@ fn not_now(view: &View<'_>, now: Timestamp) -> Option<Step> {
 }
 
 /// Whether the last look at the subject is recent and found it over. The evidence itself is the
-/// first look.
+/// first look. A look from the future is not recent either: one of the clocks is wrong.
 pub fn is_fresh(spec: &GpuMemoryIncidentSpec, observation: Option<&Observation>, now: Timestamp) -> bool {
     let (at, over) = match observation {
         Some(o) if o.at.0 >= spec.evidence.at.0 => (o.at.0, o.state == ObservationState::Over),
         _ => (spec.evidence.at.0, true),
     };
-    over && now.duration_since(at) <= FRESH
+    over && now.duration_since(at).abs() <= FRESH
 }
 
 fn latest<'a>(view: &View<'a>) -> Option<&'a Observation> {
@@ -373,9 +432,11 @@ pub fn approved() -> Verdict {
 }
 
 /// The verdict that an eviction request leads to; None: nothing changed, look at everything again.
-pub fn after_eviction(eviction: &Eviction) -> Option<Verdict> {
+/// A pod that is gone after an earlier request (`attempted`) went because of that.
+pub fn after_eviction(eviction: &Eviction, attempted: bool) -> Option<Verdict> {
     match eviction {
         Eviction::Accepted => Some(evicted()),
+        Eviction::Gone if attempted => Some(evicted()),
         Eviction::Gone => {
             Some(verdict(DecisionState::Cancelled, "PodGone", "the pod was gone before it could be evicted"))
         }
@@ -412,8 +473,8 @@ pub fn may_follow(old: Option<DecisionState>, new: DecisionState) -> bool {
     use DecisionState::{Approved, Failed, Proposed, Succeeded, Verifying};
     match old {
         Some(state) if state == new => true,
-        None | Some(Proposed) => !matches!(new, Verifying | Succeeded),
-        Some(Approved) => new != Succeeded,
+        None => !matches!(new, Verifying | Succeeded),
+        Some(Proposed | Approved) => new != Succeeded,
         Some(Verifying) => matches!(new, Succeeded | Failed),
         Some(_) => false,
     }
@@ -523,6 +584,8 @@ mod tests {
             asked: None,
             pod: Some(pod),
             evicted: false,
+            token: false,
+            agent_away: None,
             grace_seconds: Some(30),
             asks: Asks::Act { owner_kinds: kinds, namespace_selected: true },
             paused: None,
@@ -653,6 +716,48 @@ mod tests {
     }
 
     #[test]
+    fn an_act_that_was_requested_without_an_answer_is_verified_though_it_waits_again() {
+        let (spec, mut pod, kinds) = (spec("Enforce"), pod(), kinds());
+        pod.terminating = true;
+        let proposed = decision(DecisionState::Proposed);
+        let base = View { decision: Some(&proposed), token: true, ..view(&spec, &pod, &kinds) };
+        assert_eq!(outcome(&View { evicted: true, ..base.clone() }, 102), "Verifying/Evicted");
+        assert_eq!(outcome(&View { pod: None, ..base.clone() }, 102), "Verifying/Evicted");
+        assert_eq!(outcome(&base, 102), "Cancelled/PodGone", "somebody else deleted it");
+        let without = View { token: false, pod: None, ..base };
+        assert_eq!(outcome(&without, 102), "Cancelled/PodGone", "it was never requested");
+    }
+
+    #[test]
+    fn a_look_from_the_future_is_not_fresh_and_names_the_skew() {
+        let (spec, pod, kinds) = (spec("Enforce"), pod(), kinds());
+        let ahead = observation("Over", 160);
+        let view = View { observation: Some(&ahead), ..view(&spec, &pod, &kinds) };
+        let Step::Observe(verdict) = decide(&view, at(101)) else { panic!() };
+        assert!(verdict.message.contains("n1 is 59 s ahead"), "{}", verdict.message);
+        assert_eq!(decide(&view, at(155)), Step::Act, "a few seconds are no matter");
+    }
+
+    #[test]
+    fn what_waits_for_an_agent_that_is_gone_ends() {
+        let (spec, pod, kinds) = (spec("Enforce"), pod(), kinds());
+        let away = |seconds| View {
+            agent_away: Some(SignedDuration::from_secs(seconds)),
+            paused: Some("node n1".into()),
+            ..view(&spec, &pod, &kinds)
+        };
+        assert_eq!(outcome(&away(599), 1000), "Proposed/Paused");
+        assert_eq!(outcome(&away(600), 1000), "Cancelled/AgentGone");
+    }
+
+    #[test]
+    fn a_report_that_cannot_be_read_ends_nothing() {
+        let (spec, pod, kinds) = (spec("Enforce"), pod(), kinds());
+        let view = View { asks: Asks::Unknown, ..view(&spec, &pod, &kinds) };
+        assert_eq!(outcome(&view, 101), "Proposed/AwaitingObservation");
+    }
+
+    #[test]
     fn verification_waits_for_the_pod_and_for_its_memory() {
         let (spec, pod, kinds) = (spec("Enforce"), pod(), kinds());
         let mut verifying = decision(DecisionState::Verifying);
@@ -678,10 +783,12 @@ mod tests {
 
     #[test]
     fn what_an_eviction_says_becomes_a_verdict() {
-        let state = |e: Eviction| after_eviction(&e).map(|v| format!("{:?}/{}", v.state, v.reason));
+        let state = |e: Eviction| after_eviction(&e, false).map(|v| format!("{:?}/{}", v.state, v.reason));
         assert_eq!(state(Eviction::Accepted).unwrap(), "Verifying/Evicted");
         assert_eq!(state(Eviction::Budget("pdb".into())).unwrap(), "Proposed/DisruptionBudget");
         assert_eq!(state(Eviction::Gone).unwrap(), "Cancelled/PodGone");
+        let retried = after_eviction(&Eviction::Gone, true).unwrap();
+        assert_eq!(retried.state, DecisionState::Verifying, "an earlier request was accepted after all");
         assert_eq!(state(Eviction::Denied("no".into())).unwrap(), "Failed/EvictionRefused");
         assert_eq!(state(Eviction::Conflict), None);
         assert_eq!(state(Eviction::Unclear("timeout".into())), None);
@@ -717,7 +824,8 @@ mod tests {
             assert!(STATES.into_iter().all(|new| new == old || !may_follow(Some(old), new)));
         }
         assert!(!may_follow(Some(DecisionState::Verifying), DecisionState::Proposed));
-        assert!(!may_follow(Some(DecisionState::Proposed), DecisionState::Verifying));
+        assert!(!may_follow(None, DecisionState::Verifying));
+        assert!(!may_follow(Some(DecisionState::Proposed), DecisionState::Succeeded));
     }
 
     /// The cluster as two leaders see it.
@@ -767,6 +875,7 @@ mod tests {
                 observation: Some(&seen),
                 pod: facts.as_ref(),
                 evicted: self.pod.is_some_and(|(_, ending)| ending),
+                token: self.token,
                 ..view(spec, &template, &kinds)
             };
             decide(&view, at(self.now))
@@ -815,7 +924,7 @@ mod tests {
                     }
                 }
                 Leader::Evicted { cached } => {
-                    self.write(cached.as_ref(), &after_eviction(&Eviction::Accepted).unwrap(), true);
+                    self.write(cached.as_ref(), &after_eviction(&Eviction::Accepted, false).unwrap(), true);
                     Leader::Idle
                 }
             }
@@ -823,6 +932,29 @@ mod tests {
     }
 
     proptest! {
+        /// Of the incidents of one device at most one may act while another's act may have been
+        /// requested, and among those that an earlier leader approved there is always one.
+        #[test]
+        fn one_act_a_device_and_no_mutual_wait(states in vec((0..9usize, 0..3i64), 1..8)) {
+            let uids: Vec<String> = (0..states.len()).map(|i| format!("u{i}")).collect();
+            let turns: Vec<Turn<'_>> = states.iter().zip(&uids).map(|((state, since), uid)| {
+                Turn { state: STATES.get(*state).copied(), since: at(*since), uid }
+            }).collect();
+            let free: Vec<&Turn<'_>> = turns.iter()
+                .filter(|own| own.state.is_none_or(|s| !s.is_final()) && own.state != Some(DecisionState::Verifying))
+                .filter(|own| !turns.iter().any(|other| other.uid != own.uid && own.waits_for(other)))
+                .collect();
+            let count = |state| turns.iter().filter(|t| t.state == Some(state)).count();
+            match (count(DecisionState::Verifying), count(DecisionState::Approved)) {
+                (0, 0) => {}
+                (0, _) => {
+                    prop_assert_eq!(free.len(), 1);
+                    prop_assert_eq!(free[0].state, Some(DecisionState::Approved));
+                }
+                _ => prop_assert!(free.is_empty()),
+            }
+        }
+
         #[test]
         fn at_most_one_eviction_an_incident_whatever_two_leaders_and_crashes_do(
             events in vec((0..8u8, 0..2usize), 1..120)

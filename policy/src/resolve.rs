@@ -18,7 +18,7 @@ use std::{
 use highwater_crds::{
     ActionType, BreakerScope, ByteSize, DeviceModel, DeviceRule, DeviceSelector, DeviceStatus,
     GpuMemoryNodeSpec, GpuMemoryPolicySpec, IncidentKind, Mode, Partition, PlanBreaker, PlanDriverReserve,
-    PlanLayer, PlanQuota, Quota, Victims, names,
+    PlanLayer, PlanQuota, Quota, Victims, Watermark, names,
 };
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
@@ -137,6 +137,14 @@ impl Policies {
     /// The policy of this name.
     pub fn get(&self, name: &str) -> Option<&Policy> {
         self.ranked.iter().map(|r| &r.policy).find(|p| p.name == name)
+    }
+
+    /// Every policy in mode Enforce that makes sense.
+    pub fn enforced(&self) -> impl Iterator<Item = &Policy> {
+        self.ranked
+            .iter()
+            .filter(|r| r.policy.spec.mode == Mode::Enforce && r.fault.is_none())
+            .map(|r| &r.policy)
     }
 
     /// The longest window of any rate of any policy in minutes; at least an hour.
@@ -591,13 +599,13 @@ fn read_selector(selector: &LabelSelector) -> Result<Selector, String> {
 }
 
 /// Whom acts of `policy` may concern on a device of this kind by a node's plan. None where the
-/// plan has no such rule (any more). A device of unknown kind (`None`) takes any of the policy's
-/// rules.
+/// plan has no such rule (any more), or the rule no longer lists the act. A device of unknown kind
+/// (`None`) takes any of the policy's rules.
 pub fn terms(
     plan: &GpuMemoryNodeSpec,
     mode: Mode,
     policy: &str,
-    kind: IncidentKind,
+    (kind, act): (IncidentKind, ActionType),
     device: Option<(&str, Partition)>,
 ) -> Option<Terms> {
     let layer = plan.layers.iter().find(|l| l.mode == mode)?;
@@ -606,12 +614,14 @@ pub fn terms(
     });
     match kind {
         IncidentKind::Breaker => {
-            let breaker = rules.flat_map(|r| &r.breakers).find(|b| b.policy == policy)?;
+            let asks = |b: &PlanBreaker| marks(b).flat_map(|mark| &mark.actions).any(|a| a.type_ == act);
+            let breaker = rules.flat_map(|r| &r.breakers).find(|b| b.policy == policy && asks(b))?;
             Some(Terms { namespaces: breaker.namespaces.clone(), owner_kinds: breaker.owner_kinds.clone() })
         }
         IncidentKind::QuotaBreach => {
             rules.find(|r| r.quota_policies.iter().any(|p| p == policy))?;
             let quota = layer.quotas.iter().find(|q| q.policy == policy)?;
+            quota.value.breach.as_ref()?.actions.iter().find(|a| a.type_ == act)?;
             Some(Terms { namespaces: quota.namespaces.clone(), owner_kinds: quota.owner_kinds.clone() })
         }
     }
@@ -625,10 +635,14 @@ pub fn may_freeze(plan: &GpuMemoryNodeSpec, product: &str, partition: Partition)
         .flat_map(|l| &l.rules)
         .filter(|r| r.product == product && r.partition == partition)
         .flat_map(|r| &r.breakers)
-        .flat_map(|b| [&b.value.warning, &b.value.critical, &b.value.emergency])
-        .flatten()
+        .flat_map(marks)
         .flat_map(|mark| &mark.actions)
         .any(|action| action.type_ == ActionType::Freeze)
+}
+
+/// The marks of a breaker that are set.
+fn marks(breaker: &PlanBreaker) -> impl Iterator<Item = &Watermark> {
+    [&breaker.value.warning, &breaker.value.critical, &breaker.value.emergency].into_iter().flatten()
 }
 
 #[cfg(test)]
@@ -729,8 +743,25 @@ mod tests {
         assert_eq!(modes, [Mode::Enforce, Mode::Observe]);
         assert!(outcomes["a"].lost.is_empty());
         assert!(may_freeze(&plan, "NVIDIA H200", Partition::Whole));
-        assert!(terms(&plan, Mode::Enforce, "a", IncidentKind::Breaker, None).is_some());
-        assert!(terms(&plan, Mode::Enforce, "b", IncidentKind::Breaker, None).is_none());
+        let freeze = (IncidentKind::Breaker, ActionType::Freeze);
+        assert!(terms(&plan, Mode::Enforce, "a", freeze, None).is_some());
+        assert!(terms(&plan, Mode::Enforce, "b", freeze, None).is_none());
+        let restart = (IncidentKind::Breaker, ActionType::Restart);
+        assert!(terms(&plan, Mode::Enforce, "a", restart, None).is_none(), "no mark lists it");
+    }
+
+    #[test]
+    fn an_act_that_the_breach_no_longer_lists_is_no_longer_asked_for() {
+        let quota =
+            |actions: Value| json!({"quota": {"default": {"limit": "8Gi"}, "breach": {"actions": actions}}});
+        let asked = |actions: Value| {
+            let (plan, _) = on_one_node(vec![policy("a", 1, 0, &quota(actions))], &h200());
+            let act = (IncidentKind::QuotaBreach, ActionType::Restart);
+            terms(&plan, Mode::Observe, "a", act, Some(("NVIDIA H200", Partition::Whole))).is_some()
+        };
+        assert!(asked(json!([{"type": "Signal"}, {"type": "Restart"}])));
+        assert!(!asked(json!([{"type": "Signal"}])));
+        assert!(!asked(json!([])));
     }
 
     #[test]

@@ -2,6 +2,8 @@
 
 use highwater_crds::{DeviceFault, Freeze, GpuMemoryNodeSpec, GpuMemoryNodeStatus, Level};
 
+use jiff::SignedDuration;
+
 use crate::resolve::may_freeze;
 
 /// What to do about our taint on a node.
@@ -13,9 +15,22 @@ pub enum TaintChange {
     Remove,
 }
 
+/// How long a node may be without a Ready agent before what its agent last asked for is void.
+/// Longer than an agent takes to be replaced.
+pub const AGENT_GONE: SignedDuration = SignedDuration::from_secs(60);
+
 /// What to do, where `present` is the value of our taint on the node now. While acts are paused
-/// nothing is set, but what need not be there still goes.
-pub fn change(present: Option<&str>, desired: Option<Level>, paused: bool) -> Option<TaintChange> {
+/// nothing is set, but what need not be there still goes. `agent_away` is how long the node has
+/// had no Ready agent: nobody vouches then for what it last asked, so that nothing is set, and
+/// after [`AGENT_GONE`] the taint goes.
+pub fn change(
+    present: Option<&str>,
+    desired: Option<Level>,
+    paused: bool,
+    agent_away: Option<SignedDuration>,
+) -> Option<TaintChange> {
+    let desired = desired.filter(|_| agent_away.is_none_or(|away| away < AGENT_GONE));
+    let paused = paused || agent_away.is_some();
     match (present, desired) {
         (None, None) => None,
         (Some(_), None) => Some(TaintChange::Remove),
@@ -111,10 +126,22 @@ mod tests {
 
     #[test]
     fn paused_sets_nothing_and_still_removes() {
-        assert_eq!(change(None, Some(Level::Critical), true), None);
-        assert_eq!(change(Some("Critical"), Some(Level::Emergency), true), None);
-        assert_eq!(change(Some("Critical"), None, true), Some(TaintChange::Remove));
-        assert_eq!(change(Some("Critical"), Some(Level::Critical), false), None);
-        assert_eq!(change(None, Some(Level::Critical), false), Some(TaintChange::Set(Level::Critical)));
+        assert_eq!(change(None, Some(Level::Critical), true, None), None);
+        assert_eq!(change(Some("Critical"), Some(Level::Emergency), true, None), None);
+        assert_eq!(change(Some("Critical"), None, true, None), Some(TaintChange::Remove));
+        assert_eq!(change(Some("Critical"), Some(Level::Critical), false, None), None);
+        assert_eq!(change(None, Some(Level::Critical), false, None), Some(TaintChange::Set(Level::Critical)));
+    }
+
+    #[test]
+    fn without_an_agent_nothing_is_set_and_what_is_set_goes_after_a_while() {
+        let away = |seconds| Some(SignedDuration::from_secs(seconds));
+        assert_eq!(change(None, Some(Level::Critical), false, away(1)), None);
+        assert_eq!(change(Some("Critical"), Some(Level::Critical), false, away(59)), None);
+        assert_eq!(
+            change(Some("Critical"), Some(Level::Critical), false, away(60)),
+            Some(TaintChange::Remove)
+        );
+        assert_eq!(change(None, Some(Level::Critical), false, away(60)), None);
     }
 }

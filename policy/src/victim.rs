@@ -4,6 +4,7 @@
 //! while another is above.
 
 use highwater_crds::{ByteSize, WhenNobodyIsOver};
+use jiff::{SignedDuration, Timestamp};
 
 use crate::pod::PodFacts;
 
@@ -37,10 +38,18 @@ pub enum Choice {
     Nobody,
 }
 
-/// Picks among the pods on a device. Where somebody is over its due but nobody of these may be
-/// restarted, it is the worst all the same: the incident then says why nothing is done.
-pub fn choose(candidates: &[Candidate<'_>], when_nobody_is_over: WhenNobodyIsOver) -> Choice {
-    let over = || candidates.iter().enumerate().filter(|(_, c)| c.over() > 0);
+/// How long beyond its grace period a pod that is ending is waited for.
+const LEAVES_WITHIN: SignedDuration = SignedDuration::from_secs(30);
+
+/// Picks among the pods on a device at the time `now`. Where somebody is over its due but nobody of these may be
+/// restarted, it is the worst all the same: the incident then says why nothing is done. A pod that
+/// should have ended long ago is passed over: asking again would not make it leave.
+pub fn choose(candidates: &[Candidate<'_>], when_nobody_is_over: WhenNobodyIsOver, now: Timestamp) -> Choice {
+    let stuck = |c: &Candidate<'_>| {
+        let ends = c.pod.ends_at.filter(|_| c.pod.terminating);
+        ends.is_some_and(|ends| now.duration_since(ends) > LEAVES_WITHIN)
+    };
+    let over = || candidates.iter().enumerate().filter(|(_, c)| c.over() > 0 && !stuck(c));
     if let Some((leaving, _)) = over().find(|(_, c)| c.pod.terminating) {
         return Choice::Leaving(leaving);
     }
@@ -59,7 +68,8 @@ pub fn choose(candidates: &[Candidate<'_>], when_nobody_is_over: WhenNobodyIsOve
     if when_nobody_is_over == WhenNobodyIsOver::None {
         return Choice::Nobody;
     }
-    let mut held = candidates.iter().enumerate().filter(|(_, c)| c.acceptable && c.used.unwrap_or(0) > 0);
+    let mut held =
+        candidates.iter().enumerate().filter(|(_, c)| c.acceptable && c.used.unwrap_or(0) > 0 && !stuck(c));
     if let Some((leaving, _)) = held.clone().find(|(_, c)| c.pod.terminating) {
         return Choice::Leaving(leaving);
     }
@@ -155,15 +165,15 @@ mod tests {
             candidate(&pod, 20 * GI, Some(10 * GI), true),
             candidate(&pod, 12 * GI, Some(8 * GI), true),
         ];
-        assert_eq!(picked(&choose(&all, WhenNobodyIsOver::None)), Some(1));
+        assert_eq!(picked(&choose(&all, WhenNobodyIsOver::None, Timestamp::UNIX_EPOCH)), Some(1));
     }
 
     #[test]
     fn one_that_may_be_restarted_goes_first_and_else_the_worst_is_named() {
         let pod = PodFacts::default();
         let all = [candidate(&pod, 40 * GI, Some(GI), false), candidate(&pod, 3 * GI, Some(GI), true)];
-        assert_eq!(picked(&choose(&all, WhenNobodyIsOver::None)), Some(1));
-        assert_eq!(picked(&choose(&all[..1], WhenNobodyIsOver::None)), Some(0));
+        assert_eq!(picked(&choose(&all, WhenNobodyIsOver::None, Timestamp::UNIX_EPOCH)), Some(1));
+        assert_eq!(picked(&choose(&all[..1], WhenNobodyIsOver::None, Timestamp::UNIX_EPOCH)), Some(0));
     }
 
     #[test]
@@ -177,8 +187,8 @@ mod tests {
             candidate(&low, 2 * GI, None, true),
             candidate(&low, 3 * GI, None, true),
         ];
-        assert_eq!(choose(&all, WhenNobodyIsOver::None), Choice::Nobody);
-        assert_eq!(picked(&choose(&all, WhenNobodyIsOver::LowestPriority)), Some(2));
+        assert_eq!(choose(&all, WhenNobodyIsOver::None, Timestamp::UNIX_EPOCH), Choice::Nobody);
+        assert_eq!(picked(&choose(&all, WhenNobodyIsOver::LowestPriority, Timestamp::UNIX_EPOCH)), Some(2));
     }
 
     #[test]
@@ -186,14 +196,27 @@ mod tests {
         let ending = PodFacts { terminating: true, ..PodFacts::default() };
         let pod = PodFacts::default();
         let all = [candidate(&pod, 9 * GI, Some(GI), true), candidate(&ending, 2 * GI, Some(GI), true)];
-        assert_eq!(choose(&all, WhenNobodyIsOver::None), Choice::Leaving(1));
+        assert_eq!(choose(&all, WhenNobodyIsOver::None, Timestamp::UNIX_EPOCH), Choice::Leaving(1));
+    }
+
+    #[test]
+    fn a_pod_that_does_not_end_when_it_should_have_does_not_switch_the_breaker_off() {
+        let at = |second| Timestamp::from_second(second).unwrap();
+        let ending = PodFacts { terminating: true, ends_at: Some(at(100)), ..PodFacts::default() };
+        let pod = PodFacts::default();
+        let all = [candidate(&ending, 9 * GI, Some(GI), true), candidate(&pod, 2 * GI, Some(GI), true)];
+        for rule in [WhenNobodyIsOver::None, WhenNobodyIsOver::LowestPriority] {
+            assert_eq!(choose(&all, rule, at(130)), Choice::Leaving(0));
+            assert_eq!(picked(&choose(&all, rule, at(131))), Some(1));
+        }
+        assert_eq!(choose(&all[..1], WhenNobodyIsOver::LowestPriority, at(131)), Choice::Nobody);
     }
 
     #[test]
     fn a_pod_whose_use_is_missing_is_never_picked() {
         let pod = PodFacts::default();
         let all = [Candidate { pod: &pod, used: None, due: Some(0), acceptable: true }];
-        assert_eq!(choose(&all, WhenNobodyIsOver::LowestPriority), Choice::Nobody);
+        assert_eq!(choose(&all, WhenNobodyIsOver::LowestPriority, Timestamp::UNIX_EPOCH), Choice::Nobody);
     }
 
     #[test]
@@ -228,7 +251,7 @@ mod tests {
         ) {
             let facts = PodFacts::default();
             let all: Vec<_> = pods.iter().map(|&(used, due, ok)| candidate(&facts, used, due, ok)).collect();
-            let choice = choose(&all, WhenNobodyIsOver::LowestPriority);
+            let choice = choose(&all, WhenNobodyIsOver::LowestPriority, Timestamp::UNIX_EPOCH);
             if all.iter().any(|c| c.over() > 0) {
                 let index = picked(&choice).unwrap();
                 prop_assert!(all[index].over() > 0);

@@ -143,6 +143,11 @@ fn broken_promises(objects: &[Value], privileged: bool) -> Vec<String> {
     broken
 }
 
+/// The capabilities that `agent.evidence` takes, and no other.
+fn evidence() -> Value {
+    json!({"drop": ["ALL"], "add": ["DAC_READ_SEARCH", "SYS_PTRACE"]})
+}
+
 fn pod_faults(pod: &Value, agent: bool, privileged: bool) -> Vec<String> {
     let mut faults = Vec::new();
     if !agent && pod.pointer("/securityContext/runAsNonRoot") != Some(&json!(true)) {
@@ -163,8 +168,10 @@ fn pod_faults(pod: &Value, agent: bool, privileged: bool) -> Vec<String> {
         if !has("/securityContext/readOnlyRootFilesystem", json!(true)) {
             faults.push("may write to its root file system".to_owned());
         }
+        let capable = !has("/securityContext/capabilities", json!({"drop": ["ALL"]}))
+            && (!agent || !has("/securityContext/capabilities", evidence()));
         if !privileged
-            && (!has("/securityContext/capabilities", json!({"drop": ["ALL"]}))
+            && (capable
                 || !has("/securityContext/allowPrivilegeEscalation", json!(false))
                 || container.pointer("/securityContext/privileged").is_some())
         {
@@ -266,6 +273,12 @@ mod tests {
             "containers": [{"securityContext": {"readOnlyRootFilesystem": true},
                 "resources": {"requests": {"cpu": "1m"}, "limits": {"memory": "1Mi"}}}]});
         assert_eq!(pod_faults(&pod, false, false), ["has more privilege than it needs"]);
+        let mut agent = pod.clone();
+        let context = &mut agent["containers"][0]["securityContext"];
+        context["allowPrivilegeEscalation"] = json!(false);
+        context["capabilities"] = evidence();
+        assert!(pod_faults(&agent, true, false).is_empty());
+        assert_eq!(pod_faults(&agent, false, false), ["has more privilege than it needs"]);
     }
 
     #[test]

@@ -218,7 +218,7 @@ pub enum ObservationState {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
-    validation = Rule::new("self.state == oldSelf.state || (oldSelf.state == 'Proposed' && !(self.state in ['Verifying', 'Succeeded'])) || (oldSelf.state == 'Approved' && self.state != 'Succeeded') || (oldSelf.state == 'Verifying' && self.state in ['Succeeded', 'Failed'])")
+    validation = Rule::new("self.state == oldSelf.state || (oldSelf.state in ['Proposed', 'Approved'] && self.state != 'Succeeded') || (oldSelf.state == 'Verifying' && self.state in ['Succeeded', 'Failed'])")
         .message("a decision that ended, or whose act was accepted, cannot be taken back")
 )]
 pub struct Decision {

@@ -21,11 +21,20 @@ use crate::{Breaker, ByteSize, DriverReserve, Mode, Partition, Quota, Strength};
     status = "GpuMemoryNodeStatus",
     derive = "PartialEq",
     derive = "Default",
-    printcolumn(name = "Monitored", type_ = "string", json_path = ".status.conditions[?(@.type=='Monitored')].status"),
+    printcolumn(
+        name = "Monitored",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type=='Monitored')].status"
+    ),
     printcolumn(name = "Level", type_ = "string", json_path = ".status.level"),
     printcolumn(name = "Devices", type_ = "integer", json_path = ".status.deviceCount"),
     printcolumn(name = "Driver", type_ = "string", json_path = ".status.driverVersion"),
-    printcolumn(name = "Reason", type_ = "string", json_path = ".status.conditions[?(@.type=='Monitored')].reason", priority = 1),
+    printcolumn(
+        name = "Reason",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type=='Monitored')].reason",
+        priority = 1
+    ),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
 #[serde(rename_all = "camelCase")]
@@ -209,18 +218,23 @@ pub struct DeviceStatus {
     /// UUID as the driver gives it.
     #[schemars(length(max = 64))]
     pub uuid: String,
-    /// Index into `models`.
+    /// Index into `models`. Absent: 0.
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub model: i32,
-    /// Level of the enforced breaker, else of the first shadow layer that has one.
+    /// Level of the enforced breaker, else of the first shadow layer that has one. Absent:
+    /// `Normal`.
+    #[serde(default, skip_serializing_if = "is_normal")]
     pub level: Level,
-    /// How much of the device is free.
+    /// How much of the device is free. Absent: `Unknown`, or left out for the size of the object.
+    #[serde(default, skip_serializing_if = "is_unknown")]
     pub headroom: HeadroomBand,
     /// The weakest enforcement that holds for a pod here. Absent: `Observe`.
     #[serde(default, skip_serializing_if = "is_observe")]
     pub strength: Strength,
-    /// Number of pods that use the device.
+    /// Number of pods that use the device. Absent: none, or left out for the size of the object.
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub pods: i32,
-    /// Number of pods over their due.
+    /// Number of pods over their due. Absent: none, or left out for the size of the object.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub over: i32,
     /// Something is wrong with the device: why it is not measured.
@@ -234,6 +248,16 @@ pub struct DeviceStatus {
 #[allow(clippy::trivially_copy_pass_by_ref)] // the signature that serde asks for
 fn is_observe(strength: &Strength) -> bool {
     *strength == Strength::Observe
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // the signature that serde asks for
+fn is_normal(level: &Level) -> bool {
+    *level == Level::Normal
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // the signature that serde asks for
+fn is_unknown(band: &HeadroomBand) -> bool {
+    *band == HeadroomBand::Unknown
 }
 
 #[allow(clippy::trivially_copy_pass_by_ref)] // the signature that serde asks for
@@ -252,18 +276,7 @@ pub enum Freeze {
 
 /// How high memory stands.
 #[derive(
-    Clone,
-    Copy,
-    Debug,
-    Default,
-    PartialEq,
-    Eq,
-    PartialOrd,
-    Ord,
-    Hash,
-    Serialize,
-    Deserialize,
-    JsonSchema,
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
 )]
 pub enum Level {
     /// Below every mark.
@@ -285,10 +298,11 @@ impl Level {
 /// How much of a device's usable memory is in use, in bands with hysteresis, so that it changes
 /// seldom enough to be stored.
 #[derive(
-    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
 )]
 pub enum HeadroomBand {
     /// Not known.
+    #[default]
     Unknown,
     /// Less than 60 % in use.
     Below60,

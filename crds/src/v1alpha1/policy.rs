@@ -23,9 +23,21 @@ use crate::ByteSize;
     derive = "PartialEq",
     printcolumn(name = "Mode", type_ = "string", json_path = ".spec.mode"),
     printcolumn(name = "Priority", type_ = "integer", json_path = ".spec.priority"),
-    printcolumn(name = "Accepted", type_ = "string", json_path = ".status.conditions[?(@.type=='Accepted')].status"),
-    printcolumn(name = "Programmed", type_ = "string", json_path = ".status.conditions[?(@.type=='Programmed')].status"),
-    printcolumn(name = "Reason", type_ = "string", json_path = ".status.conditions[?(@.type=='Programmed')].reason"),
+    printcolumn(
+        name = "Accepted",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type=='Accepted')].status"
+    ),
+    printcolumn(
+        name = "Programmed",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type=='Programmed')].status"
+    ),
+    printcolumn(
+        name = "Reason",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type=='Programmed')].reason"
+    ),
     printcolumn(name = "Nodes", type_ = "integer", json_path = ".status.nodes", priority = 1),
     printcolumn(name = "Devices", type_ = "integer", json_path = ".status.devices", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
@@ -234,18 +246,7 @@ pub struct QuotaRule {
 
 /// How firmly a quota is enforced, from weakest to strongest.
 #[derive(
-    Clone,
-    Copy,
-    Debug,
-    Default,
-    PartialEq,
-    Eq,
-    PartialOrd,
-    Ord,
-    Hash,
-    Serialize,
-    Deserialize,
-    JsonSchema,
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
 )]
 pub enum Strength {
     /// Measured: a breach is found afterwards.
@@ -453,7 +454,9 @@ pub struct FreezeAction {
 }
 
 /// When `Freeze` taints the node.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
+)]
 pub enum TaintNodeWhen {
     /// When every device of the node is at a level that asks for Freeze.
     #[default]

@@ -5,6 +5,9 @@
 //! lane a node. The first time is the evidence's, by the agent's clock; the second the API
 //! server's own, from its audit log. Both are this machine's clock.
 
+// A JSON value indexed by a name that it lacks is null; it does not panic.
+#![allow(clippy::indexing_slicing)]
+
 use std::{collections::BTreeMap, process::ExitCode, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
@@ -34,7 +37,9 @@ fn main() -> Result<ExitCode> {
     let cluster = Cluster::attach()?;
     let mut milliseconds = cluster.clone().block_on(measure(cluster, &arguments))??;
     milliseconds.sort_unstable();
-    let at = |percent: usize| milliseconds.get((milliseconds.len() * percent).div_ceil(100).saturating_sub(1)).copied();
+    let at = |percent: usize| {
+        milliseconds.get((milliseconds.len() * percent).div_ceil(100).saturating_sub(1)).copied()
+    };
     let (median, p99) = (at(50).context("no sample")?, at(99).context("no sample")?);
     let verdict = if p99 <= GOAL_MILLISECONDS { "ok" } else { "short" };
     println!(
@@ -50,30 +55,33 @@ async fn measure(cluster: Cluster, arguments: &Arguments) -> Result<Vec<i64>> {
     let mut spec = enforce(&s.namespace, "16Gi");
     spec["quota"]["breach"]["holdMilliseconds"] = json!(0);
     spec["quota"]["breach"]["actions"] = json!([{"type": "Restart", "restart": {"gracePeriodSeconds": 0}}]);
-    spec["remediation"]["budget"]["rates"] = json!([{"scope": "Fleet", "maxActions": 10000, "windowMinutes": 1}]);
+    spec["remediation"]["budget"]["rates"] =
+        json!([{"scope": "Fleet", "maxActions": 10000, "windowMinutes": 1}]);
     s.apply(&policy("bench-reaction", spec)).await?;
     s.programmed("bench-reaction").await?;
     let start = Timestamp::now();
-    for node in s.cluster.spec.nodes().map(|node| node.name()) {
-        let mut lane = ModelServer::new(&format!("lane-{node}"), "context; hold 4s; alloc 20Gi; hold").deployment();
+    for node in s.cluster.spec.nodes().map(highwater_e2e::spec::Node::name) {
+        let mut lane =
+            ModelServer::new(&format!("lane-{node}"), "context; hold 4s; alloc 20Gi; hold").deployment();
         lane["spec"]["template"]["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": node});
         s.apply(&lane).await?;
     }
     let wanted = arguments.samples;
     let mut measured = BTreeMap::new();
-    let all = eventually(&format!("{wanted} evictions"), Duration::from_secs(arguments.seconds), async || {
-        // Finished incidents are cleared away in time; what was measured once is kept.
-        let incidents = s.incidents().await?;
-        for eviction in s.evictions_since(start)? {
-            if let Some(incident) = incidents.iter().find(|incident| about(incident, &eviction.name)) {
-                let took = eviction.at.as_millisecond() - incident.spec.evidence.at.0.as_millisecond();
-                measured.insert(incident.name_any(), took);
+    let all =
+        eventually(&format!("{wanted} evictions"), Duration::from_secs(arguments.seconds), async || {
+            // Finished incidents are cleared away in time; what was measured once is kept.
+            let incidents = s.incidents().await?;
+            for eviction in s.evictions_since(start)? {
+                if let Some(incident) = incidents.iter().find(|incident| about(incident, &eviction.name)) {
+                    let took = eviction.at.as_millisecond() - incident.spec.evidence.at.0.as_millisecond();
+                    measured.insert(incident.name_any(), took);
+                }
             }
-        }
-        ensure!(measured.len() >= wanted, "{} so far", measured.len());
-        Ok(measured.values().copied().take(wanted).collect())
-    })
-    .await;
+            ensure!(measured.len() >= wanted, "{} so far", measured.len());
+            Ok(measured.values().copied().take(wanted).collect())
+        })
+        .await;
     s.end().await?;
     all
 }

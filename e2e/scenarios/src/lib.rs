@@ -1,6 +1,9 @@
 //! What the scenarios share: a namespace and policies of their own, model servers on simulated
 //! GPUs, waiting for conditions, and saying why when something did not happen.
 
+// A JSON value indexed by a name that it lacks is null; it does not panic.
+#![allow(clippy::indexing_slicing)]
+
 mod audit;
 mod metrics;
 mod objects;
@@ -18,7 +21,7 @@ pub const NODE: &str = "n1";
 pub const SYSTEM: &str = "highwater-system";
 
 /// How long a condition may take where nothing else is said.
-pub const TIMEOUT: std::time::Duration = std::time::Duration::from_secs(60);
+pub const TIMEOUT: std::time::Duration = std::time::Duration::from_mins(1);
 
 /// One GiB in bytes.
 pub const GI: i64 = 1 << 30;

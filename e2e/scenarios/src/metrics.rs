@@ -30,7 +30,9 @@ impl Samples {
         self.0
             .iter()
             .filter(|sample| sample.name == name)
-            .filter(|sample| labels.iter().all(|(key, value)| sample.labels.get(*key).is_some_and(|v| v == value)))
+            .filter(|sample| {
+                labels.iter().all(|(key, value)| sample.labels.get(*key).is_some_and(|v| v == value))
+            })
             .map(|sample| sample.value)
             .collect()
     }
@@ -52,6 +54,14 @@ impl Samples {
         Ok(self.value(name, labels)?.map(|value| value as i64))
     }
 
+    /// The devices on which a pod has a series.
+    pub fn devices_of(&self, pod: &str) -> Vec<String> {
+        let used = self.0.iter().filter(|sample| sample.name == "highwater_pod_memory_used_bytes");
+        used.filter(|sample| sample.labels.get("pod").is_some_and(|name| name == pod))
+            .filter_map(|sample| sample.labels.get("device").cloned())
+            .collect()
+    }
+
     /// The values that a label takes in a metric.
     pub fn label_values(&self, name: &str, label: &str) -> Vec<String> {
         let mut values: Vec<_> = self
@@ -69,7 +79,10 @@ impl Samples {
 /// Parses the text format: as much of it as our own processes write.
 pub fn parse_metrics(text: &str) -> Result<Samples> {
     let lines = text.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
-    lines.map(|line| parse_line(line).ok_or_else(|| anyhow!("not a sample: {line}"))).collect::<Result<_>>().map(Samples)
+    lines
+        .map(|line| parse_line(line).ok_or_else(|| anyhow!("not a sample: {line}")))
+        .collect::<Result<_>>()
+        .map(Samples)
 }
 
 fn parse_line(line: &str) -> Option<Sample> {

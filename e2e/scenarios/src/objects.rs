@@ -126,6 +126,7 @@ pub fn deployment(name: &str, script: &str) -> Value {
 }
 
 /// A policy with this spec.
+#[allow(clippy::needless_pass_by_value)] // made on the spot by every caller
 pub fn policy(name: &str, spec: Value) -> Value {
     json!({
         "apiVersion": "highwater.dev/v1alpha1",

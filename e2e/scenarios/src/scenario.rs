@@ -63,7 +63,10 @@ pub fn scenario(name: &str, body: impl AsyncFnOnce(&Scenario) -> Result<()>) -> 
         let scenario = Scenario::begin(cluster, name).await?;
         let result = body(&scenario).await;
         if result.is_err() {
-            eprintln!("---- {name} ({place}) failed; the cluster at that moment:\n{}", scenario.describe().await);
+            eprintln!(
+                "---- {name} ({place}) failed; the cluster at that moment:\n{}",
+                scenario.describe().await
+            );
         }
         let cleaned = scenario.clean_up().await.context("cleaning up");
         result.and(cleaned)
@@ -99,7 +102,8 @@ impl Scenario {
     /// Removes every policy, every scenario's pods and every fault; their namespaces go on their own.
     async fn clean_up(&self) -> Result<()> {
         // As whatever is stored there: a scenario may have left what the types cannot parse.
-        let policies = ApiResource::from_gvk(&GroupVersionKind::gvk(names::GROUP, "v1alpha1", "GpuMemoryPolicy"));
+        let policies =
+            ApiResource::from_gvk(&GroupVersionKind::gvk(names::GROUP, "v1alpha1", "GpuMemoryPolicy"));
         let policies: Api<DynamicObject> = Api::all_with(self.client.clone(), &policies);
         for policy in policies.list_metadata(&ListParams::default()).await? {
             policies.delete(&policy.name_any(), &DeleteParams::default()).await?;
@@ -164,13 +168,19 @@ impl Scenario {
         let name = object["metadata"]["name"].as_str().context("no name")?;
         let (group, version) = api_version.split_once('/').unwrap_or(("", api_version));
         let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, kind));
-        let cluster_wide = matches!(kind, "GpuMemoryPolicy" | "GpuMemoryNode" | "Node" | "Namespace" | "PriorityClass");
+        let cluster_wide =
+            matches!(kind, "GpuMemoryPolicy" | "GpuMemoryNode" | "Node" | "Namespace" | "PriorityClass");
         let api: Api<DynamicObject> = if cluster_wide {
             Api::all_with(self.client.clone(), &resource)
         } else {
             Api::namespaced_with(self.client.clone(), &self.namespace, &resource)
         };
-        let parameters = PatchParams { dry_run, force: true, field_manager: Some("scenario".into()), ..PatchParams::default() };
+        let parameters = PatchParams {
+            dry_run,
+            force: true,
+            field_manager: Some("scenario".into()),
+            ..PatchParams::default()
+        };
         let parameters = parameters.validation_strict();
         api.patch(name, &parameters, &Patch::Apply(object)).await?;
         Ok(())
@@ -184,7 +194,13 @@ impl Scenario {
     }
 
     /// Waits until a condition of a policy has this status and reason; returns its message.
-    pub async fn policy_condition(&self, name: &str, type_: &str, status: &str, reason: &str) -> Result<String> {
+    pub async fn policy_condition(
+        &self,
+        name: &str,
+        type_: &str,
+        status: &str,
+        reason: &str,
+    ) -> Result<String> {
         let policies: Api<GpuMemoryPolicy> = Api::all(self.client.clone());
         eventually(&format!("policy {name}: {type_}={status}/{reason}"), TIMEOUT, async || {
             let policy = policies.get(name).await?;
@@ -192,7 +208,10 @@ impl Scenario {
             let conditions = policy.status.map(|status| status.conditions).unwrap_or_default();
             let condition = conditions.iter().find(|condition| condition.type_ == type_);
             let condition = condition.context("there is no such condition")?;
-            if condition.status == status && condition.reason == reason && condition.observed_generation == generation {
+            if condition.status == status
+                && condition.reason == reason
+                && condition.observed_generation == generation
+            {
                 return Ok(condition.message.clone());
             }
             Err(anyhow!("{type_} is {}/{}: {}", condition.status, condition.reason, condition.message))
@@ -248,11 +267,20 @@ impl Scenario {
     /// Fails where a pod is not what it was: gone, replaced, restarted, or on its way out.
     pub async fn untouched(&self, pod: &Pod) -> Result<()> {
         let name = pod.name_any();
-        let now = self.api::<Pod>().get(&name).await.with_context(|| format!("{name} should be untouched"))?;
-        let restarts: i32 =
-            now.status.iter().flat_map(|s| s.container_statuses.iter().flatten()).map(|c| c.restart_count).sum();
+        let now =
+            self.api::<Pod>().get(&name).await.with_context(|| format!("{name} should be untouched"))?;
+        let restarts: i32 = now
+            .status
+            .iter()
+            .flat_map(|s| s.container_statuses.iter().flatten())
+            .map(|c| c.restart_count)
+            .sum();
         if now.metadata.uid != pod.metadata.uid || now.metadata.deletion_timestamp.is_some() || restarts > 0 {
-            bail!("{name} was touched: uid {:?}, {restarts} restarts, deletion {:?}", now.uid(), now.metadata.deletion_timestamp);
+            bail!(
+                "{name} was touched: uid {:?}, {restarts} restarts, deletion {:?}",
+                now.uid(),
+                now.metadata.deletion_timestamp
+            );
         }
         Ok(())
     }
@@ -260,7 +288,7 @@ impl Scenario {
     /// Fails where a pod that follows `serve` had a call to the driver that failed.
     pub async fn served_without_failure(&self, pod: &Pod) -> Result<()> {
         let log = self.cluster.logs(&self.namespace, &pod.name_any(), None, 1000).await?;
-        let served: Vec<_> = log.lines().filter(|line| line.starts_with("serve ")).collect();
+        let served: Vec<_> = log.lines().filter(|line| line.contains(" serve used=")).collect();
         ensure!(!served.is_empty(), "{} never served:\n{log}", pod.name_any());
         let failed: Vec<_> = served.iter().filter(|line| !line.contains(" failed=0 ")).collect();
         ensure!(failed.is_empty(), "{} had calls that failed: {failed:?}", pod.name_any());
@@ -276,11 +304,27 @@ impl Scenario {
     ///
     /// Fails at once where it ended in another way.
     pub async fn incident(&self, pod: &Pod, state: DecisionState, reason: &str) -> Result<GpuMemoryIncident> {
+        self.incident_within(pod, state, reason, TIMEOUT).await
+    }
+
+    /// The same with another time-out.
+    pub async fn incident_within(
+        &self,
+        pod: &Pod,
+        state: DecisionState,
+        reason: &str,
+        timeout: Duration,
+    ) -> Result<GpuMemoryIncident> {
         let uid = pod.uid().unwrap_or_default();
         let incidents: Api<GpuMemoryIncident> = Api::all(self.client.clone());
-        self.incident_where(&incidents, &format!("about {}", pod.name_any()), state, reason, |incident| {
-            incident.spec.subject.as_ref().is_some_and(|subject| subject.uid == uid)
-        })
+        self.incident_where(
+            &incidents,
+            &format!("about {}", pod.name_any()),
+            state,
+            reason,
+            timeout,
+            |incident| incident.spec.subject.as_ref().is_some_and(|subject| subject.uid == uid),
+        )
         .await
     }
 
@@ -289,8 +333,10 @@ impl Scenario {
         let uid = pod.uid().unwrap_or_default();
         eventually(&format!("the end of the incident about {}", pod.name_any()), TIMEOUT, async || {
             let incidents = self.incidents().await?;
-            let about = |i: &&GpuMemoryIncident| i.spec.subject.as_ref().is_some_and(|subject| subject.uid == uid);
-            let incident = incidents.iter().filter(about).max_by_key(|i| i.spec.episode).context("there is none")?;
+            let about =
+                |i: &&GpuMemoryIncident| i.spec.subject.as_ref().is_some_and(|subject| subject.uid == uid);
+            let incident =
+                incidents.iter().filter(about).max_by_key(|i| i.spec.episode).context("there is none")?;
             let decision = incident.status.as_ref().and_then(|status| status.decision.clone());
             let decision = decision.context("it has no decision")?;
             ensure!(decision.state.is_final(), "it is {:?}/{}", decision.state, decision.reason);
@@ -300,9 +346,14 @@ impl Scenario {
     }
 
     /// Waits until an incident without a subject has reached a state for a reason.
-    pub async fn incident_without_subject(&self, policy: &str, state: DecisionState, reason: &str) -> Result<GpuMemoryIncident> {
+    pub async fn incident_without_subject(
+        &self,
+        policy: &str,
+        state: DecisionState,
+        reason: &str,
+    ) -> Result<GpuMemoryIncident> {
         let incidents: Api<GpuMemoryIncident> = Api::namespaced(self.client.clone(), SYSTEM);
-        self.incident_where(&incidents, "about nobody", state, reason, |incident| {
+        self.incident_where(&incidents, "about nobody", state, reason, TIMEOUT, |incident| {
             incident.spec.subject.is_none() && incident.spec.policy == policy
         })
         .await
@@ -314,10 +365,11 @@ impl Scenario {
         about: &str,
         state: DecisionState,
         reason: &str,
+        timeout: Duration,
         matches: impl Fn(&GpuMemoryIncident) -> bool,
     ) -> Result<GpuMemoryIncident> {
         let what = format!("an incident {about} that is {state:?}/{reason}");
-        let found = eventually(&what, TIMEOUT, async || {
+        let found = eventually(&what, timeout, async || {
             let mut found: Vec<_> = incidents.list(&ListParams::default()).await?.items;
             found.retain(&matches);
             found.sort_by_key(|incident| incident.metadata.creation_timestamp.clone());
@@ -382,11 +434,27 @@ impl Scenario {
     }
 
     /// Waits for a metric of the node's agent to satisfy a condition; returns its value.
-    pub async fn metric(&self, name: &str, labels: &[(&str, &str)], holds: impl Fn(Option<i64>) -> bool) -> Result<Option<i64>> {
+    pub async fn metric(
+        &self,
+        name: &str,
+        labels: &[(&str, &str)],
+        holds: impl Fn(Option<i64>) -> bool,
+    ) -> Result<Option<i64>> {
         eventually(&format!("{name}{labels:?} as expected"), TIMEOUT, async || {
             let value = self.metrics(NODE).await?.bytes(name, labels)?;
             ensure!(holds(value), "it is {value:?}");
             Ok(value)
+        })
+        .await
+    }
+
+    /// The index of the one device that a pod was given.
+    pub async fn device_of(&self, pod: &Pod) -> Result<String> {
+        let name = pod.name_any();
+        eventually(&format!("the device of {name}"), TIMEOUT, async || {
+            let mut devices = self.metrics(NODE).await?.devices_of(&name);
+            ensure!(devices.len() == 1, "it has {devices:?}");
+            devices.pop().context("none")
         })
         .await
     }
@@ -450,7 +518,12 @@ impl Scenario {
         ];
         for question in questions {
             let answer = self.cluster.kubectl(question.iter().copied()).await;
-            let _ = writeln!(text, "$ kubectl {}\n{}", question.join(" "), answer.unwrap_or_else(|e| format!("{e:#}")));
+            let _ = writeln!(
+                text,
+                "$ kubectl {}\n{}",
+                question.join(" "),
+                answer.unwrap_or_else(|e| format!("{e:#}"))
+            );
         }
         for component in ["agent", "operator"] {
             let selector = format!("app.kubernetes.io/component={component}");
@@ -468,6 +541,7 @@ fn pause_patch(paused: bool) -> Value {
 }
 
 fn address(pod: &Pod, port: u16) -> Result<String> {
-    let ip = pod.status.as_ref().and_then(|status| status.pod_ip.as_deref()).context("the pod has no address")?;
+    let ip =
+        pod.status.as_ref().and_then(|status| status.pod_ip.as_deref()).context("the pod has no address")?;
     Ok(format!("{ip}:{port}"))
 }

@@ -81,29 +81,34 @@ struct Programs {
     library: PathBuf,
 }
 
+/// What the product and its simulated driver are made of: built together, as for images, so that
+/// the programs that are measured are those that are shipped.
+const PACKAGES: [&str; 7] = [
+    "highwater-agent",
+    "highwater-operator",
+    "highwater-workloads",
+    "gpu-device-plugin",
+    "gpusim",
+    "gpusim-cuda",
+    "gpusim-nvml",
+];
+
 impl Programs {
-    /// Builds what cargo did not build for this bench already.
+    /// Builds the release.
     fn build() -> Result<Self> {
         let mut cargo = Command::new(env!("CARGO"));
         cargo.args(["build", "--release", "--quiet", "--manifest-path"]);
         cargo.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/../Cargo.toml"));
-        for package in ["highwater-operator", "gpusim", "gpusim-nvml"] {
-            cargo.args(["--package", package]);
-        }
-        let agent = PathBuf::from(env!("CARGO_BIN_EXE_agent"));
-        let directory = agent.parent().context("the agent's directory")?;
-        let target = directory.parent().context("the target directory")?;
-        ensure!(
-            directory.ends_with("release"),
-            "run this with `cargo bench`: {} is no release build",
-            agent.display()
-        );
+        cargo.args(PACKAGES.iter().flat_map(|package| ["--package", package]));
+        let target =
+            Path::new(env!("CARGO_BIN_EXE_agent")).ancestors().nth(2).context("the target directory")?;
         ensure!(cargo.arg("--target-dir").arg(target).status()?.success(), "cargo build failed");
+        let release = target.join("release");
         Ok(Self {
-            operator: directory.join("operator"),
-            gpusim: directory.join("gpusim"),
-            library: directory.join("libgpusim_nvml.so"),
-            agent,
+            agent: release.join("agent"),
+            operator: release.join("operator"),
+            gpusim: release.join("gpusim"),
+            library: release.join("libgpusim_nvml.so"),
         })
     }
 }

@@ -16,12 +16,14 @@ pub(super) async fn create(client: &Client, incident: &GpuMemoryIncident) -> kub
     let name = incident.metadata.name.as_deref().unwrap_or_default();
     let api: Api<GpuMemoryIncident> = Api::namespaced(client.clone(), namespace);
     let params = PatchParams::apply(manager::AGENT_INCIDENT);
-    match api.patch(name, &params, &Patch::Apply(incident)).await {
+    let mut there = match api.patch(name, &params, &Patch::Apply(incident)).await {
         Err(kube::Error::Api(status)) if [409, 422].contains(&status.code) => {
-            api.get_opt(name).await?.ok_or(kube::Error::Api(status))
+            api.get_opt(name).await?.ok_or(kube::Error::Api(status))?
         }
-        written => written,
-    }
+        written => written?,
+    };
+    there.metadata.managed_fields = None;
+    Ok(there)
 }
 
 /// Writes the observation of an incident.

@@ -14,6 +14,8 @@ use super::{Attempt, Job};
 const URGENT: u64 = 500;
 /// Least time between two writes of which the later only counts anew, in milliseconds.
 const UNHURRIED: u64 = 10_000;
+/// Least time between two creations, in milliseconds.
+const CREATE: u64 = 30_000;
 /// For so long after a write what the watch shows may be older than that write, in milliseconds.
 const ECHO: u64 = 5_000;
 
@@ -29,7 +31,19 @@ pub(super) async fn create(client: &Client, node: &str, owner: &str) -> kube::Re
         },
         "spec": {},
     });
-    api.patch(node, &PatchParams::apply(manager::AGENT_NODE).force(), &Patch::Apply(patch)).await
+    let params = PatchParams::apply(manager::AGENT_NODE).force();
+    api.patch(node, &params, &Patch::Apply(patch)).await.map(stripped)
+}
+
+/// Reads the object, if there is one.
+pub(super) async fn read(client: &Client, node: &str) -> kube::Result<Option<GpuMemoryNode>> {
+    let api: Api<GpuMemoryNode> = Api::all(client.clone());
+    Ok(api.get_opt(node).await?.map(stripped))
+}
+
+fn stripped(mut object: GpuMemoryNode) -> GpuMemoryNode {
+    object.metadata.managed_fields = None;
+    object
 }
 
 /// Writes the status.
@@ -52,14 +66,24 @@ pub(super) async fn write(
 pub(crate) struct NodeWriter {
     stored: Option<GpuMemoryNodeStatus>,
     written_at: Option<Millis>,
+    /// What the watch showed last may be older than the last write.
+    doubted: bool,
+    /// What it showed, if so.
+    shown: Option<GpuMemoryNodeStatus>,
+    created_at: Option<Millis>,
     attempt: Attempt,
 }
 
 impl NodeWriter {
     /// The watch shows this object; `None`: there is none.
     pub(crate) fn seen(&mut self, object: Option<&GpuMemoryNode>, now: Millis) {
+        let status = object.and_then(|object| object.status.clone());
         if object.is_none() || self.written_at.is_none_or(|at| now.since(at) > ECHO) {
-            self.stored = object.and_then(|object| object.status.clone());
+            self.stored = status;
+            self.doubted = false;
+        } else {
+            self.shown = status;
+            self.doubted = true;
         }
     }
 
@@ -70,7 +94,8 @@ impl NodeWriter {
 
     /// The object does not exist: creates it.
     pub(crate) fn create(&mut self, owner: &str, now: Millis) -> Option<Job> {
-        self.attempt.ready(now).then(|| {
+        let rests = self.created_at.is_some_and(|at| now.since(at) < CREATE);
+        (!rests && self.attempt.ready(now)).then(|| {
             self.attempt.start();
             Job::CreateNode(owner.to_owned())
         })
@@ -80,6 +105,11 @@ impl NodeWriter {
     pub(crate) fn step(&mut self, status: GpuMemoryNodeStatus, now: Millis) -> Option<Job> {
         if !self.attempt.ready(now) {
             return None;
+        }
+        // What the watch showed last is no echo of a write so long ago.
+        if self.doubted && self.written_at.is_none_or(|at| now.since(at) > ECHO) {
+            self.stored = self.shown.take();
+            self.doubted = false;
         }
         if let Some(stored) = &self.stored {
             if node_status::same(stored, &status) {
@@ -97,6 +127,9 @@ impl NodeWriter {
     /// The object was, or was not, created.
     pub(crate) fn created(&mut self, written: bool, now: Millis) {
         self.attempt.done(written, now);
+        if written {
+            self.created_at = Some(now);
+        }
     }
 
     /// The status was, or was not, written.
@@ -104,6 +137,7 @@ impl NodeWriter {
         self.attempt.done(written, now);
         if written {
             self.stored = Some(status);
+            self.doubted = false;
             self.written_at = Some(now);
         }
     }
@@ -181,5 +215,25 @@ mod tests {
         assert!(writer.step(status(Level::Critical), Millis(600)).is_none());
         writer.seen(Some(&echo), Millis(6_000));
         assert!(writer.step(status(Level::Critical), Millis(6_001)).is_some(), "somebody else changed it");
+    }
+
+    #[test]
+    fn what_somebody_else_wrote_right_after_is_seen_once_it_can_be_no_echo() {
+        let mut writer = NodeWriter::default();
+        writer.written(status(Level::Critical), true, Millis(0));
+        let mut other = GpuMemoryNode::new("n", highwater_crds::GpuMemoryNodeSpec::default());
+        other.status = Some(status(Level::Normal));
+        writer.seen(Some(&other), Millis(100));
+        assert!(writer.step(status(Level::Critical), Millis(5_000)).is_none());
+        assert!(writer.step(status(Level::Critical), Millis(5_001)).is_some());
+    }
+
+    #[test]
+    fn an_object_that_was_created_is_not_created_again_at_once() {
+        let mut writer = NodeWriter::default();
+        assert!(writer.create("uid", Millis(0)).is_some());
+        writer.created(true, Millis(10));
+        assert!(writer.create("uid", Millis(29_000)).is_none());
+        assert!(writer.create("uid", Millis(30_010)).is_some());
     }
 }

@@ -2,16 +2,17 @@
 
 use std::time::Duration;
 
-use highwater_crds::{GpuMemoryIncident, names};
+use highwater_crds::{DecisionState, GpuMemoryIncident, names};
 use highwater_policy::remediation::{
-    self, Eviction, Particulars, Refusal, Verdict, after_eviction, after_rehearsal, approved, out_of_budget,
+    Eviction, Particulars, Refusal, Step, Verdict, after_eviction, after_rehearsal, approved, decide,
+    out_of_budget,
 };
 use jiff::Timestamp;
 use kube::{
     Api,
     api::{Patch, PatchParams},
-    runtime::reflector::ObjectRef,
 };
+use tokio::time::Instant;
 use tracing::info;
 
 use super::{
@@ -24,7 +25,6 @@ use crate::{
     context::Context,
     error::{Error, call},
     queue::Again,
-    watch::readable,
 };
 
 /// Least wait after the API server refused an eviction.
@@ -39,6 +39,7 @@ pub(crate) async fn act(ctx: &Context, scene: &mut Scene) -> Result<Again, Error
     if !ctx.claims.take(&key, &claim(&scene.incident)) {
         return Ok(AT_ONCE);
     }
+    let attempted = scene.token;
     let eviction = match reserve_and_evict(ctx, scene).await {
         Ok(Some(eviction)) => eviction,
         not_evicted => {
@@ -56,11 +57,16 @@ pub(crate) async fn act(ctx: &Context, scene: &mut Scene) -> Result<Again, Error
         let reaction = now.duration_since(scene.incident.spec.evidence.at.0);
         ctx.metrics.reaction.observe(reaction.as_secs_f64().max(0.0));
         info!(incident = key.1, namespace = key.0, "evicted the pod");
-    } else {
+    } else if !matches!(eviction, Eviction::Unclear(_)) {
+        // One without a clear answer may have been accepted: the claim stays until the pod was
+        // looked at again.
         ctx.claims.release(&key);
     }
-    if let Some(verdict) = after_eviction(&eviction) {
-        let evicted_at = accepted.then_some(now);
+    if let Eviction::Budget(why) = &eviction {
+        ctx.refusals.put(&key, why, Instant::now());
+    }
+    if let Some(verdict) = after_eviction(&eviction, attempted) {
+        let evicted_at = (verdict.state == DecisionState::Verifying).then_some(now);
         record(ctx, scene, verdict, Particulars { evicted_at, ..Particulars::default() }).await?;
     }
     Ok(match eviction {
@@ -85,20 +91,13 @@ async fn reserve_and_evict(ctx: &Context, scene: &mut Scene) -> Result<Option<Ev
         }
     };
     record(ctx, scene, approved(), Particulars { workload, budgets, evicted_at: None }).await?;
-    if !still_over(ctx, scene) {
+    // A pause, another policy or another act may have come while the token was reserved.
+    scene.look_again(ctx)?;
+    if decide(&scene.view(), Timestamp::now()) != Step::Act {
         return Err(Error::Overtaken);
     }
     ctx.leader.check()?;
     Ok(Some(evict(ctx, scene, Run::Real).await))
-}
-
-/// Whether the latest news still speaks for the act. It may have come while the token was
-/// reserved.
-fn still_over(ctx: &Context, scene: &Scene) -> bool {
-    let latest = ctx.stores.incidents.get(&ObjectRef::new(&scene.key.1).within(&scene.key.0));
-    let latest = latest.as_deref().and_then(readable).unwrap_or(&scene.incident);
-    let observation = latest.status.as_ref().and_then(|s| s.observation.as_ref());
-    remediation::is_fresh(&scene.incident.spec, observation, Timestamp::now())
 }
 
 /// Asks the API server what it would say to the eviction, and ends the incident with that.

@@ -5,7 +5,10 @@ use std::{
     sync::{Mutex as StdMutex, MutexGuard, PoisonError},
 };
 
-use highwater_crds::names::{BUDGET_CONFIG_MAP, manager};
+use highwater_crds::{
+    Mode,
+    names::{BUDGET_CONFIG_MAP, manager},
+};
 use highwater_policy::{
     budget::{self, Answer, Request, Token, TokenLedger},
     remediation::Refusal,
@@ -35,14 +38,16 @@ pub(crate) struct Reservations {
     stored: StdMutex<Option<ConfigMap>>,
 }
 
-/// What the budgets say against the act, by the ledger as last known.
-pub(crate) fn refusal(ctx: &Context, scene: &Scene) -> Result<Option<Refusal>, Error> {
+/// Whether the act has its token, and what the budgets say against it, by the ledger as last
+/// known.
+pub(crate) fn look(ctx: &Context, scene: &Scene) -> Result<(bool, Option<Refusal>), Error> {
     let ledger = read(last_known(ctx).as_ref())?;
     show(ctx, &ledger);
-    Ok(match ask(ctx, scene, &ledger) {
+    let refusal = match ask(ctx, scene, &ledger) {
         Answer::Reserved { .. } => None,
         Answer::Refused { said, retry_at } => Some(Refusal { said, retry_at }),
-    })
+    };
+    Ok((ledger.holds(&token_key(scene)), refusal))
 }
 
 /// Reserves a token by compare-and-swap: first against the ledger as last known, which needs one
@@ -94,6 +99,11 @@ fn own(ctx: &Context) -> MutexGuard<'_, Option<ConfigMap>> {
     ctx.reservations.stored.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+fn token_key(scene: &Scene) -> String {
+    let pod = scene.incident.spec.subject.as_ref().map(|s| s.uid.as_str()).unwrap_or_default();
+    budget::key(scene.incident.metadata.uid.as_deref().unwrap_or_default(), pod)
+}
+
 fn ask(ctx: &Context, scene: &Scene, ledger: &TokenLedger) -> Answer {
     let spec = &scene.incident.spec;
     let (namespace, pod) =
@@ -102,7 +112,7 @@ fn ask(ctx: &Context, scene: &Scene, ledger: &TokenLedger) -> Answer {
         scene.workload.as_ref().map(|w| workload::unavailable(&ctx.stores, namespace, w)).unwrap_or_default();
     let windows = ctx.known.borrow().policies.longest_window_minutes();
     let request = Request {
-        key: &budget::key(scene.incident.metadata.uid.as_deref().unwrap_or_default(), pod),
+        key: &token_key(scene),
         token: Token {
             at: Timestamp::now(),
             policy: spec.policy.clone(),
@@ -110,8 +120,10 @@ fn ask(ctx: &Context, scene: &Scene, ledger: &TokenLedger) -> Answer {
             namespace: namespace.to_owned(),
             node: spec.node.clone(),
             pod: pod.to_owned(),
+            keep_until: None,
         },
         unavailable: &unavailable,
+        enforced: spec.mode == Mode::Enforce,
         longest_window_minutes: windows,
     };
     budget::reserve(ledger, &scene.limits, &request)

@@ -10,14 +10,14 @@ use highwater_crds::{
 use highwater_policy::{
     budget::Limits,
     pod::{PodFacts, selects_namespace},
-    remediation::{Asks, DISRUPTION_BUDGET, Eviction, Refusal, Rival, View},
-    resolve::{Policies, Terms, terms},
+    remediation::{Asks, Refusal, Rival, Turn, View},
+    resolve::{Policies, Policy, Terms, terms},
 };
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
 use kube::{Api, runtime::reflector::ObjectRef};
 
-use super::{act::AFTER_REFUSAL, budget, evict, workload};
+use super::{budget, probe, workload};
 use crate::{
     claims::Claim,
     context::{Context, Key, Known, is_open, state},
@@ -33,9 +33,12 @@ pub(crate) struct Scene {
     pub(crate) workload: Option<workload::Workload>,
     pub(crate) limits: Limits,
     pub(crate) refusal: Option<Refusal>,
+    /// Whether the act has its token already.
+    pub(crate) token: bool,
     asks: OwnedAsks,
+    agent_away: Option<SignedDuration>,
     paused: Option<String>,
-    rival: Option<(String, Claim)>,
+    rival: Option<OwnedRival>,
     halted: Option<String>,
     blocked: Option<String>,
 }
@@ -43,7 +46,15 @@ pub(crate) struct Scene {
 enum OwnedAsks {
     Deleted,
     Nothing,
+    Unknown,
     Act { terms: Terms, namespace_selected: bool },
+}
+
+/// Another incident whose act is in the way.
+struct OwnedRival {
+    name: String,
+    /// Whether it has restarted the same pod.
+    same_pod: bool,
 }
 
 /// None where the incident is gone, over, or cannot be read.
@@ -54,32 +65,60 @@ pub(crate) async fn dereference(ctx: &Context, key: &Key) -> Result<Option<Scene
     let newest = readable(&guard).map(|heard| ctx.written.newest(key, heard));
     let Some(incident) = newest.filter(is_open) else { return Ok(None) };
     let pod = read_pod(ctx, &incident).await?;
-    let known = Arc::clone(&ctx.known.borrow());
-    let asks = what_is_asked(ctx, &incident, &known);
-    let namespace = incident.spec.subject.as_ref().map(|s| s.namespace.as_str());
     let workload = pod.as_ref().and_then(|(_, facts)| workload::top_owner(&ctx.stores, facts));
-    let limits = limits(ctx, &incident, &known.policies);
     let mut scene = Scene {
         key: key.clone(),
-        paused: paused(ctx, &incident, namespace, pod.as_ref().map(|(_, facts)| facts)),
-        rival: rival(ctx, key, &incident),
-        halted: halted(ctx, &incident, &limits),
-        refusal: None,
-        blocked: None,
         incident,
         pod,
         workload,
-        limits,
-        asks,
+        limits: Limits::default(),
+        refusal: None,
+        token: false,
+        asks: OwnedAsks::Unknown,
+        agent_away: None,
+        paused: None,
+        rival: None,
+        halted: None,
+        blocked: None,
     };
+    scene.look(ctx)?;
     if !scene.is_verifying() && scene.pod.is_some() {
-        scene.refusal = budget::refusal(ctx, &scene)?;
-        scene.blocked = blocked(ctx, &scene).await;
+        scene.blocked = probe::blocked(ctx, &scene).await;
     }
     Ok(Some(scene))
 }
 
 impl Scene {
+    /// Looks at the incident and at everything around it again, without a call.
+    pub(crate) fn look_again(&mut self, ctx: &Context) -> Result<(), Error> {
+        let heard = ctx.stores.incidents.get(&ObjectRef::new(&self.key.1).within(&self.key.0));
+        let heard = heard.as_deref().and_then(readable).ok_or(Error::Overtaken)?;
+        self.incident = ctx.written.newest(&self.key, heard);
+        self.look(ctx)
+    }
+
+    fn look(&mut self, ctx: &Context) -> Result<(), Error> {
+        let known = Arc::clone(&ctx.known.borrow());
+        let spec = &self.incident.spec;
+        let namespace = spec.subject.as_ref().map(|s| s.namespace.as_str());
+        let pod = self.pod.as_ref().map(|(_, facts)| facts);
+        self.limits = limits(ctx, &self.incident, &known.policies);
+        self.asks = what_is_asked(ctx, &self.incident, &known);
+        self.agent_away = ctx.agent_away(&spec.node);
+        self.paused = paused(ctx, &self.incident, namespace, pod);
+        self.rival = rival(ctx, &self.key, &self.incident);
+        self.halted = halted(ctx, &self.incident, &self.limits);
+        if !self.is_verifying() && spec.subject.is_some() {
+            (self.token, self.refusal) = budget::look(ctx, self)?;
+        }
+        Ok(())
+    }
+
+    /// Whether something that is known without a call keeps the act waiting.
+    pub(super) fn waits_anyway(&self) -> bool {
+        self.paused.is_some() || self.halted.is_some() || self.rival.is_some() || self.refusal.is_some()
+    }
+
     pub(crate) fn decision(&self) -> Option<&Decision> {
         self.incident.status.as_ref()?.decision.as_ref()
     }
@@ -87,7 +126,6 @@ impl Scene {
     /// The scene as the decision takes it.
     pub(crate) fn view(&self) -> View<'_> {
         let spec = &self.incident.spec;
-        let own = claim(&self.incident);
         let asked = self.incident.metadata.annotations.as_ref().and_then(|a| a.get(names::OBSERVE));
         View {
             spec,
@@ -96,6 +134,8 @@ impl Scene {
             asked: asked.and_then(|at| at.parse::<Timestamp>().ok()),
             pod: self.pod.as_ref().map(|(_, facts)| facts),
             evicted: self.pod.as_ref().is_some_and(|(pod, facts)| facts.terminating && was_evicted(pod)),
+            token: self.token,
+            agent_away: self.agent_away,
             grace_seconds: self
                 .pod
                 .as_ref()
@@ -103,12 +143,15 @@ impl Scene {
             asks: match &self.asks {
                 OwnedAsks::Deleted => Asks::Deleted,
                 OwnedAsks::Nothing => Asks::Nothing,
+                OwnedAsks::Unknown => Asks::Unknown,
                 OwnedAsks::Act { terms, namespace_selected } => {
                     Asks::Act { owner_kinds: &terms.owner_kinds, namespace_selected: *namespace_selected }
                 }
             },
             paused: self.paused.clone(),
-            rival: self.rival.as_ref().and_then(|(name, other)| own.rival(other, name)),
+            rival: self.rival.as_ref().map(|rival| {
+                if rival.same_pod { Rival::Subject(&rival.name) } else { Rival::Device(&rival.name) }
+            }),
             halted: self.halted.clone(),
             refusal: self.refusal.clone(),
             blocked: self.blocked.clone(),
@@ -158,8 +201,14 @@ fn what_is_asked(ctx: &Context, incident: &GpuMemoryIncident, known: &Known) -> 
     let still_stored = readable(&policy).is_some_and(|p| p.spec.mode == spec.mode);
     let status = ctx.stores.plan(&spec.node);
     let device = status.as_deref().and_then(readable).and_then(|node| model(node, &spec.device));
-    let plan = known.plans.get(&spec.node).filter(|_| still_stored);
-    let Some(terms) = plan.and_then(|plan| terms(plan, spec.mode, &spec.policy, spec.kind, device)) else {
+    let plan = known.plans.get(&spec.node);
+    if plan.is_none() && still_stored && status.is_some() && ctx.stores.node(&spec.node).is_some() {
+        // It cannot be read, or was not resolved yet. That may pass.
+        return OwnedAsks::Unknown;
+    }
+    let act = (spec.kind, spec.proposed.action);
+    let plan = plan.filter(|_| still_stored);
+    let Some(terms) = plan.and_then(|plan| terms(plan, spec.mode, &spec.policy, act, device)) else {
         return OwnedAsks::Nothing;
     };
     let namespace_selected = spec.subject.as_ref().is_some_and(|subject| {
@@ -190,14 +239,15 @@ fn limits(ctx: &Context, incident: &GpuMemoryIncident, policies: &Policies) -> L
     let subject = spec.subject.as_ref().and_then(|s| ctx.stores.namespace(&s.namespace));
     let namespace = subject.map(|n| n.labels).unwrap_or_default();
     let device = plan.as_deref().and_then(readable).and_then(|plan| model(plan, &spec.device));
-    // A dry run shows what its own policy's budget would say, though it does not bind yet.
-    let own = policies.get(&spec.policy).filter(|_| spec.mode == Mode::DryRun);
-    let binding = device
+    let mut binding: Vec<&Policy> = device
         .into_iter()
-        .flat_map(|(product, partition)| policies.binding(&labels, product, partition, &namespace));
-    // Of a device that its agent no longer reports, the policy that asks is what is known.
-    let asking = policies.get(&spec.policy).filter(|_| device.is_none());
-    Limits::strictest(binding.chain(own).chain(asking))
+        .flat_map(|(product, partition)| policies.binding(&labels, product, partition, &namespace))
+        .collect();
+    // The policy that asks binds its own acts, whatever it selects by now. A dry run shows what it
+    // would say.
+    let asking = policies.get(&spec.policy).filter(|asking| binding.iter().all(|p| p.name != asking.name));
+    binding.extend(asking);
+    Limits::strictest(binding)
 }
 
 fn paused(
@@ -210,60 +260,73 @@ fn paused(
         .or_else(|| pod.filter(|p| p.paused).map(|p| format!("pod {}", p.name)))
 }
 
-/// Another act on the same pod or device: known here already, or recorded by an earlier leader.
-fn rival(ctx: &Context, key: &Key, incident: &GpuMemoryIncident) -> Option<(String, Claim)> {
-    let own = claim(incident);
-    let recorded = ctx
-        .stores
-        .incidents(|other| {
-            state(other) == Some(DecisionState::Verifying)
-                && own.rival(&claim(other), "").is_some()
-                && crate::context::key(&other.metadata) != *key
-        })
+/// Another act on the same pod or device: known here already, or recorded, by this leader or an
+/// earlier one. Who has the claim has passed this before and waits for no other approved act.
+fn rival(ctx: &Context, key: &Key, incident: &GpuMemoryIncident) -> Option<OwnedRival> {
+    let (own, own_turn, under_way) = (claim(incident), turn(incident), ctx.claims.holds(key));
+    let recorded = ctx.stores.incidents(|other| {
+        own.excludes(&claim(other))
+            && crate::context::key(&other.metadata) != *key
+            && (state(other) == Some(DecisionState::Verifying)
+                || (!under_way && own_turn.waits_for(&turn(other))))
+    });
+    let recorded = recorded.iter().map(|other| OwnedRival {
+        name: other.metadata.name.clone().unwrap_or_default(),
+        // One that is only approved may yet come to nothing.
+        same_pod: claim(other).subject == own.subject && state(other) == Some(DecisionState::Verifying),
+    });
+    let known = ctx.claims.others(key);
+    let known = known
         .into_iter()
-        .map(|other| (other.metadata.name.clone().unwrap_or_default(), claim(&other)));
-    let mut rivals: Vec<_> = ctx
-        .claims
-        .others(key)
-        .into_iter()
-        .filter(|(_, claim)| own.rival(claim, "").is_some())
-        .chain(recorded)
-        .collect();
+        .filter(|(_, claim)| own.excludes(claim))
+        .map(|(name, _)| OwnedRival { name, same_pod: false });
     // The same pod is the stronger reason.
-    rivals.sort_by_key(|(_, claim)| !matches!(own.rival(claim, ""), Some(Rival::Subject(_))));
-    rivals.into_iter().next()
+    recorded.chain(known).max_by_key(|rival| rival.same_pod)
+}
+
+fn turn(incident: &GpuMemoryIncident) -> Turn<'_> {
+    let decision = incident.status.as_ref().and_then(|s| s.decision.as_ref());
+    Turn {
+        state: decision.map(|d| d.state),
+        since: decision.map_or(Timestamp::MAX, |d| d.since.0),
+        uid: incident.metadata.uid.as_deref().unwrap_or_default(),
+    }
 }
 
 fn halted(ctx: &Context, incident: &GpuMemoryIncident, limits: &Limits) -> Option<String> {
-    let wants_restart = |i: &GpuMemoryIncident| {
-        i.spec.mode == Mode::Enforce
-            && i.spec.proposed.action == ActionType::Restart
-            && i.spec.subject.is_some()
-            && matches!(i.spec.kind, IncidentKind::QuotaBreach | IncidentKind::Breaker)
-    };
     if !wants_restart(incident) {
         return None;
     }
-    let condemned: BTreeSet<String> =
-        ctx.stores.incidents(|i| is_open(i) && wants_restart(i)).iter().map(|i| claim(i).device).collect();
-    let plans = ctx.stores.plans.state();
-    let devices = plans.iter().filter_map(|plan| Some(readable(plan)?.status.as_ref()?.devices.len())).sum();
-    let halted = limits.fleet_halt(condemned.len(), devices);
-    ctx.metrics.fleet_halted.set(i64::from(halted.is_some()));
-    halted
+    let (condemned, devices) = condemned(ctx);
+    limits.fleet_halt(condemned, devices)
 }
 
-/// Whether the disruption budget that refused the eviction before still refuses it. Asked without
-/// acting, so that a long wait costs no tokens, no observations and no writes.
-async fn blocked(ctx: &Context, scene: &Scene) -> Option<String> {
-    let refused = scene.decision().filter(|d| d.reason == DISRUPTION_BUDGET && scene.refusal.is_none());
-    let decision = refused?;
-    let age = Timestamp::now().duration_since(decision.since.0);
-    if age.unsigned_abs() < AFTER_REFUSAL {
-        return Some(decision.message.clone());
-    }
-    match evict::evict(ctx, scene, evict::Run::Dry).await {
-        Eviction::Budget(why) => Some(why),
-        _ => None,
-    }
+/// Shows whether the fleet stands still for the policy that halts it first; never so on a replica
+/// that does not lead.
+pub(crate) fn show_halt(ctx: &Context) {
+    let (condemned, devices) = condemned(ctx);
+    let limits = Limits::strictest(ctx.known.borrow().policies.enforced());
+    let halted = ctx.leader.holds() && limits.fleet_halt(condemned, devices).is_some();
+    ctx.metrics.fleet_halted.set(i64::from(halted));
+}
+
+/// Devices that have a pod to be restarted, and devices in all.
+fn condemned(ctx: &Context) -> (usize, usize) {
+    let incidents = ctx.stores.incidents.state();
+    let wanting = incidents.iter().filter_map(|guard| readable(guard));
+    let condemned: BTreeSet<(&str, &str)> = wanting
+        .filter(|i| is_open(i) && wants_restart(i))
+        .map(|i| (i.spec.node.as_str(), i.spec.device.as_str()))
+        .collect();
+    let plans = ctx.stores.plans.state();
+    let devices = plans.iter().filter_map(|plan| Some(readable(plan)?.status.as_ref()?.devices.len())).sum();
+    (condemned.len(), devices)
+}
+
+fn wants_restart(incident: &GpuMemoryIncident) -> bool {
+    let spec = &incident.spec;
+    spec.mode == Mode::Enforce
+        && spec.proposed.action == ActionType::Restart
+        && spec.subject.is_some()
+        && matches!(spec.kind, IncidentKind::QuotaBreach | IncidentKind::Breaker)
 }

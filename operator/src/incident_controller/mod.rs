@@ -9,6 +9,7 @@ mod budget;
 mod collect;
 mod dereference;
 mod evict;
+mod probe;
 mod record;
 mod workload;
 
@@ -21,6 +22,8 @@ use tokio_util::sync::CancellationToken;
 
 pub(crate) use budget::Reservations;
 pub(crate) use collect::collect_finished;
+pub(crate) use dereference::show_halt;
+pub(crate) use probe::Refusals;
 
 use crate::{
     context::{Context, Key},
@@ -51,6 +54,7 @@ async fn reconcile(ctx: &Context, key: &Key) -> Result<Again, Error> {
     let Some(mut scene) = dereference::dereference(ctx, key).await? else {
         ctx.claims.release(key);
         ctx.written.forget(key);
+        ctx.refusals.forget(key);
         return Ok(Again::OnChange);
     };
     let now = Timestamp::now();
@@ -65,10 +69,19 @@ async fn reconcile(ctx: &Context, key: &Key) -> Result<Again, Error> {
                 },
                 evicted_at: (verdict.state == DecisionState::Verifying).then_some(now),
             };
+            let under_way = verdict.state == DecisionState::Verifying;
             record::record(ctx, &mut scene, verdict, particulars).await?;
+            if !under_way {
+                // An act whose answer was unclear was not done: the pod was read again since.
+                ctx.claims.release(key);
+            }
             Ok(after(wait))
         }
-        Step::Observe(verdict) => act::observe(ctx, &mut scene, verdict).await,
+        Step::Observe(verdict) => {
+            let again = act::observe(ctx, &mut scene, verdict).await?;
+            ctx.claims.release(key);
+            Ok(again)
+        }
         Step::Rehearse => act::rehearse(ctx, &mut scene).await,
         Step::Act => act::act(ctx, &mut scene).await,
     }

@@ -20,8 +20,14 @@ pub(crate) fn present(node: &Node) -> Option<String> {
     Some(ours.value.clone().unwrap_or_default())
 }
 
-/// Changes our taint and leaves every other as it is.
-pub(crate) async fn write(client: &Client, name: &str, change: TaintChange) -> Result<(), Error> {
+/// Changes our taint and leaves every other as it is. `allowed` is asked last of all, between the
+/// read and the write.
+pub(crate) async fn write(
+    client: &Client,
+    name: &str,
+    change: TaintChange,
+    allowed: impl Future<Output = Result<(), Error>> + Send,
+) -> Result<(), Error> {
     let api: Api<Node> = Api::all(client.clone());
     let node = call("read a node", api.get(name)).await?;
     let old = node.spec.and_then(|s| s.taints).unwrap_or_default();
@@ -29,6 +35,7 @@ pub(crate) async fn write(client: &Client, name: &str, change: TaintChange) -> R
     if new == old {
         return Ok(());
     }
+    allowed.await?;
     let patch = serde_json::json!({
         "metadata": {"resourceVersion": node.metadata.resource_version},
         "spec": {"taints": new},

@@ -38,6 +38,9 @@ pub(crate) async fn apply(
     if !ctx.leader.holds() {
         return true;
     }
+    if ctx.uninstalling() {
+        return false;
+    }
     let now = Timestamp::now();
     let changed: Vec<_> = inputs
         .nodes
@@ -78,7 +81,7 @@ async fn all<F: Future<Output = Result<(), Error>>>(ctx: &Context, calls: Vec<F>
     let mut results = stream::iter(calls).buffer_unordered(WIDTH);
     while let Some(result) = results.next().await {
         if let Err(error) = result {
-            complete &= error.is_ordinary();
+            complete &= error.is_ordinary() && !matches!(error, Error::Uninstalling);
             ctx.failed("policy", "", &error);
         }
     }
@@ -87,6 +90,9 @@ async fn all<F: Future<Output = Result<(), Error>>>(ctx: &Context, calls: Vec<F>
 
 async fn write_plan(ctx: &Context, meta: &ObjectMeta, plan: &GpuMemoryNodeSpec) -> Result<(), Error> {
     ctx.leader.check()?;
+    if ctx.uninstalling() {
+        return Err(Error::Uninstalling);
+    }
     let api: Api<GpuMemoryNode> = Api::all(ctx.client.clone());
     let patch = apply_to::<GpuMemoryNode>(meta, "spec", plan);
     let name = meta.name.as_deref().unwrap_or_default();

@@ -24,29 +24,58 @@ const GATHER: Duration = Duration::from_millis(50);
 /// How soon what could not be written is tried again: doubled with each failure up to the second.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_mins(1));
 
-/// Resolves the fleet whenever something changed that may matter.
-pub(crate) async fn run(ctx: Arc<Context>, learnt: watch::Sender<Arc<Known>>, stop: CancellationToken) {
-    let mut leader = ctx.leader.clone();
-    let mut retry: Option<Duration> = None;
-    loop {
-        tokio::select! {
-            () = stop.cancelled() => return,
-            () = ctx.signals.plans.notified() => sleep(GATHER).await,
-            _ = leader.changed() => {}
-            () = sleep(retry.unwrap_or_default()), if retry.is_some() => {}
-        }
-        let complete = reconcile(&ctx, &learnt).await;
-        retry = (!complete).then(|| retry.map_or(RETRY.0, |wait| (wait * 2).min(RETRY.1)));
-    }
+/// What was learnt, for the third step.
+struct Work {
+    inputs: Inputs,
+    known: Arc<Known>,
+    outcomes: BTreeMap<String, Outcome>,
 }
 
 /// 1. dereference (stores only), 2. resolve (pure), 3. apply (writes what differs; leader only).
 ///
-/// False where something could not be written.
-async fn reconcile(ctx: &Context, learnt: &watch::Sender<Arc<Known>>) -> bool {
-    let (inputs, outcomes) = learn(ctx, learnt);
-    let known = Arc::clone(&learnt.borrow());
-    apply::apply(ctx, &inputs, &known.plans, &outcomes).await
+/// What is known must not stand still while plans are being written: the first two steps are taken
+/// on every change, and the third with the newest of their results.
+pub(crate) async fn run(ctx: Arc<Context>, learnt: watch::Sender<Arc<Known>>, stop: CancellationToken) {
+    let (found, work) = watch::channel(None);
+    tokio::join!(keep_learning(&ctx, learnt, found, &stop), keep_applying(&ctx, work, &stop));
+}
+
+async fn keep_learning(
+    ctx: &Context,
+    learnt: watch::Sender<Arc<Known>>,
+    found: watch::Sender<Option<Arc<Work>>>,
+    stop: &CancellationToken,
+) {
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            () = ctx.signals.plans.notified() => sleep(GATHER).await,
+        }
+        let (inputs, outcomes) = learn(ctx, &learnt);
+        let known = Arc::clone(&learnt.borrow());
+        found.send_replace(Some(Arc::new(Work { inputs, known, outcomes })));
+    }
+}
+
+async fn keep_applying(
+    ctx: &Context,
+    mut work: watch::Receiver<Option<Arc<Work>>>,
+    stop: &CancellationToken,
+) {
+    let mut retry: Option<Duration> = None;
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            changed = work.changed() => if changed.is_err() { return },
+            () = sleep(retry.unwrap_or_default()), if retry.is_some() => {
+                ctx.signals.plans.notify_one();
+                continue;
+            }
+        }
+        let Some(newest) = work.borrow_and_update().clone() else { continue };
+        let complete = apply::apply(ctx, &newest.inputs, &newest.known.plans, &newest.outcomes).await;
+        retry = (!complete).then(|| retry.map_or(RETRY.0, |wait| (wait * 2).min(RETRY.1)));
+    }
 }
 
 /// The first two steps, made known to the other controllers.

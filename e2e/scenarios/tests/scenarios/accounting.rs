@@ -19,7 +19,10 @@ fn the_buckets_add_up_to_the_device() -> Result<()> {
         s.apply(&deployment("two", "context; alloc 4Gi; managed 2Gi; touch; serve")).await?;
         let (one, two) = (s.running("one").await?, s.running("two").await?);
         for pod in [&one, &two] {
-            s.metric("highwater_pod_memory_used_bytes", &[("pod", &pod.name_any())], |used| used > Some(4 * GI)).await?;
+            s.metric("highwater_pod_memory_used_bytes", &[("pod", &pod.name_any())], |used| {
+                used > Some(4 * GI)
+            })
+            .await?;
         }
         let samples = s.metrics(NODE).await?;
         for device in samples.label_values("highwater_device_capacity_bytes", "device") {
@@ -32,14 +35,17 @@ fn the_buckets_add_up_to_the_device() -> Result<()> {
 #[test]
 fn a19_memory_of_a_process_of_no_pod_is_foreign() -> Result<()> {
     scenario("a19-foreign", async |s| {
-        let pod = blamed_for_nothing(s, "a19").await?;
+        let (pod, device) = blamed_for_nothing(s, "a19").await?;
         let pid = s.cluster.on_node(NODE, "sh", &["-c", "sleep 300 >/dev/null 2>&1 & echo $!"]).await?;
         let pid = pid.trim();
-        s.fault(NODE, &["--device", "0", "foreign", "--pid", pid, "--bytes", "74Gi"]).await?;
+        s.fault(NODE, &["--device", &device, "foreign", "--pid", pid, "--bytes", "74Gi"]).await?;
         let result = async {
-            s.metric(BUCKETS, &[("bucket", "foreign"), ("device", "0")], |foreign| foreign == Some(74 * GI)).await?;
-            adds_up(&s.metrics(NODE).await?, "0")?;
-            emergency_without_culprit(s, "a19", &pod).await
+            s.metric(BUCKETS, &[("bucket", "foreign"), ("device", &device)], |foreign| {
+                foreign == Some(74 * GI)
+            })
+            .await?;
+            adds_up(&s.metrics(NODE).await?, &device)?;
+            emergency_without_culprit(s, "a19", &pod, &device).await
         }
         .await;
         s.cluster.on_node(NODE, "kill", &[pid]).await?;
@@ -48,20 +54,21 @@ fn a19_memory_of_a_process_of_no_pod_is_foreign() -> Result<()> {
 }
 
 #[test]
-fn l03_zombie_memory_is_a_metric_and_a_condition_and_no_pod_is_blamed() -> Result<()> {
+fn l03_l04_zombie_memory_is_a_metric_and_a_condition_and_no_pod_is_blamed() -> Result<()> {
     scenario("l03-zombie", async |s| {
-        let pod = blamed_for_nothing(s, "l03").await?;
+        let (pod, device) = blamed_for_nothing(s, "l03").await?;
         // A PID that cannot be alive: above pid_max.
-        s.fault(NODE, &["--device", "0", "zombie", "--pid", "4194400", "--bytes", "74Gi"]).await?;
-        s.metric(BUCKETS, &[("bucket", "zombie"), ("device", "0")], |zombie| zombie == Some(74 * GI)).await?;
-        adds_up(&s.metrics(NODE).await?, "0")?;
-        l04_the_node_says_that_memory_is_used_without_a_process(s).await?;
-        emergency_without_culprit(s, "l03", &pod).await
+        s.fault(NODE, &["--device", &device, "zombie", "--pid", "4194400", "--bytes", "74Gi"]).await?;
+        s.metric(BUCKETS, &[("bucket", "zombie"), ("device", &device)], |zombie| zombie == Some(74 * GI))
+            .await?;
+        adds_up(&s.metrics(NODE).await?, &device)?;
+        attention_is_asked_for(s).await?;
+        emergency_without_culprit(s, "l03", &pod, &device).await
     })
 }
 
-/// L04: the condition that people asked for.
-async fn l04_the_node_says_that_memory_is_used_without_a_process(s: &Scenario) -> Result<()> {
+/// L04: memory used without a process is a condition of the node.
+async fn attention_is_asked_for(s: &Scenario) -> Result<()> {
     let nodes: Api<GpuMemoryNode> = Api::all(s.client.clone());
     eventually("condition Attention=True on the node", TIMEOUT, async || {
         let status = nodes.get(NODE).await?.status.context("a status")?;
@@ -76,13 +83,13 @@ async fn l04_the_node_says_that_memory_is_used_without_a_process(s: &Scenario) -
 #[test]
 fn memory_that_no_process_explains_is_unexplained_and_never_acted_on() -> Result<()> {
     scenario("unexplained", async |s| {
-        let pod = blamed_for_nothing(s, "unexplained").await?;
-        s.fault(NODE, &["--device", "0", "unexplained", "--bytes", "74Gi"]).await?;
-        s.metric(BUCKETS, &[("bucket", "unexplained"), ("device", "0")], |bytes| {
+        let (pod, device) = blamed_for_nothing(s, "unexplained").await?;
+        s.fault(NODE, &["--device", &device, "unexplained", "--bytes", "74Gi"]).await?;
+        s.metric(BUCKETS, &[("bucket", "unexplained"), ("device", &device)], |bytes| {
             bytes.is_some_and(|bytes| (bytes - 74 * GI).abs() < 64 * MI)
         })
         .await?;
-        emergency_without_culprit(s, "unexplained", &pod).await
+        emergency_without_culprit(s, "unexplained", &pod, &device).await
     })
 }
 
@@ -93,7 +100,9 @@ fn managed_memory_is_unexplained_and_not_the_pods_breach() -> Result<()> {
         s.programmed("managed").await?;
         s.apply(&deployment("managed", "context; managed 20Gi; touch; serve")).await?;
         let pod = s.running("managed").await?;
-        s.metric(BUCKETS, &[("bucket", "unexplained"), ("device", "0")], |bytes| bytes > Some(19 * GI)).await?;
+        let device = s.device_of(&pod).await?;
+        s.metric(BUCKETS, &[("bucket", "unexplained"), ("device", &device)], |bytes| bytes > Some(19 * GI))
+            .await?;
         s.metric("highwater_pod_memory_used_bytes", &[("pod", &pod.name_any())], |used| {
             used.is_some_and(|used| used > 0 && used < GI)
         })
@@ -112,13 +121,14 @@ fn a_number_that_the_driver_does_not_give_is_missing_and_not_zero() -> Result<()
         let name = pod.name_any();
         let used = ("highwater_pod_memory_used_bytes", [("pod", name.as_str())]);
         s.metric(used.0, &used.1, |used| used > Some(4 * GI)).await?;
-        s.fault(NODE, &["--device", "0", "missing-process-memory"]).await?;
+        let device = s.device_of(&pod).await?;
+        s.fault(NODE, &["--device", &device, "missing-process-memory"]).await?;
         s.metric(used.0, &used.1, |used| used.is_none()).await?;
         s.cluster.gpusim(NODE, &["clear"]).await?;
         s.metric(used.0, &used.1, |used| used > Some(4 * GI)).await?;
 
-        s.fault(NODE, &["--device", "0", "missing-memory"]).await?;
-        s.metric(BUCKETS, &[("bucket", "free"), ("device", "0")], |free| free.is_none()).await?;
+        s.fault(NODE, &["--device", &device, "missing-memory"]).await?;
+        s.metric(BUCKETS, &[("bucket", "free"), ("device", &device)], |free| free.is_none()).await?;
         device_fault(s, Some(DeviceFault::NoMemoryInfo)).await?;
         s.cluster.gpusim(NODE, &["clear"]).await?;
         device_fault(s, None).await?;
@@ -135,9 +145,14 @@ fn m08_of_two_devices_the_lost_one_is_reported_and_the_other_still_measured() ->
         device_fault(s, Some(DeviceFault::Lost)).await?;
         let samples = s.metrics(NODE).await?;
         ensure!(samples.value("highwater_device_up", &[("device", "1")])? == Some(1.0), "device 1 is fine");
-        ensure!(samples.value(BUCKETS, &[("bucket", "free"), ("device", "0")])?.is_none(), "no stale numbers of a lost device");
+        ensure!(
+            samples.value(BUCKETS, &[("bucket", "free"), ("device", "0")])?.is_none(),
+            "no stale numbers of a lost device"
+        );
         ensure!(samples.value(BUCKETS, &[("bucket", "free"), ("device", "1")])?.is_some());
-        ensure!(samples.values("highwater_device_errors_total", &[("device", "0")]).iter().sum::<f64>() > 0.0);
+        ensure!(
+            samples.values("highwater_device_errors_total", &[("device", "0")]).iter().sum::<f64>() > 0.0
+        );
         // L13: it comes back by itself.
         s.cluster.gpusim(NODE, &["clear"]).await?;
         s.metric("highwater_device_up", &[("device", "0")], |up| up == Some(1)).await?;
@@ -152,21 +167,27 @@ fn a16_the_drivers_reserve_is_not_promised_to_anybody() -> Result<()> {
         spec["pool"] = json!({"driverReserve": {"percent": 10, "minSize": "256Mi"}});
         s.apply(&policy("a16", spec)).await?;
         s.programmed("a16").await?;
-        let capacity = s.metric("highwater_device_capacity_bytes", &[("device", "0")], |c| c.is_some()).await?;
+        let capacity =
+            s.metric("highwater_device_capacity_bytes", &[("device", "0")], |c| c.is_some()).await?;
         let tenth = capacity.map(|capacity| capacity / 10);
-        s.metric(BUCKETS, &[("bucket", "driver_reserved"), ("device", "0")], |reserved| reserved >= tenth).await?;
+        s.metric(BUCKETS, &[("bucket", "driver_reserved"), ("device", "0")], |reserved| reserved >= tenth)
+            .await?;
         adds_up(&s.metrics(NODE).await?, "0")
     })
 }
 
 #[test]
-fn a12_the_ledger_follows_the_pods_that_live() -> Result<()> {
+fn a12_m05_the_ledger_follows_the_pods_that_live() -> Result<()> {
     scenario("a12-rebuilt", async |s| {
         s.apply(&deployment("server", "context; alloc 8Gi; serve")).await?;
         let pod = s.running("server").await?;
         let name = pod.name_any();
         s.metric("highwater_pod_memory_used_bytes", &[("pod", &name)], |used| used > Some(8 * GI)).await?;
-        s.api::<k8s_openapi::api::apps::v1::Deployment>().delete("server", &DeleteParams::background()).await?;
+        let device = s.device_of(&pod).await?;
+        s.metric(BUCKETS, &[("bucket", "pods"), ("device", &device)], |pods| pods > Some(8 * GI)).await?;
+        s.api::<k8s_openapi::api::apps::v1::Deployment>()
+            .delete("server", &DeleteParams::background())
+            .await?;
         // M05: gone within 30 s of the pod's end.
         let pods: Api<Pod> = s.api();
         eventually("the pod to be gone", TIMEOUT, async || {
@@ -179,13 +200,13 @@ fn a12_the_ledger_follows_the_pods_that_live() -> Result<()> {
             Ok(())
         })
         .await?;
-        s.metric(BUCKETS, &[("bucket", "pods"), ("device", "0")], |pods| pods == Some(0)).await?;
+        s.metric(BUCKETS, &[("bucket", "pods"), ("device", &device)], |pods| pods == Some(0)).await?;
         Ok(())
     })
 }
 
 /// A pod within its quota, under a policy that would act at once.
-async fn blamed_for_nothing(s: &Scenario, name: &str) -> Result<Pod> {
+async fn blamed_for_nothing(s: &Scenario, name: &str) -> Result<(Pod, String)> {
     let mut spec = enforce(&s.namespace, "16Gi");
     spec["quota"]["default"]["guarantee"] = json!("8Gi");
     spec["breakers"] = json!([{
@@ -196,13 +217,15 @@ async fn blamed_for_nothing(s: &Scenario, name: &str) -> Result<Pod> {
     s.programmed(name).await?;
     s.apply(&deployment("innocent", "context; alloc 4Gi; serve")).await?;
     let pod = s.running("innocent").await?;
-    s.metric("highwater_pod_memory_used_bytes", &[("pod", &pod.name_any())], |used| used > Some(4 * GI)).await?;
-    Ok(pod)
+    s.metric("highwater_pod_memory_used_bytes", &[("pod", &pod.name_any())], |used| used > Some(4 * GI))
+        .await?;
+    let device = s.device_of(&pod).await?;
+    Ok((pod, device))
 }
 
 /// The breaker trips and finds nobody to blame.
-async fn emergency_without_culprit(s: &Scenario, policy: &str, pod: &Pod) -> Result<()> {
-    let level = [("device", "0"), ("mode", "Enforce")];
+async fn emergency_without_culprit(s: &Scenario, policy: &str, pod: &Pod, device: &str) -> Result<()> {
+    let level = [("device", device), ("mode", "Enforce")];
     s.metric("highwater_device_level", &level, |level| level == Some(3)).await?;
     s.incident_without_subject(policy, DecisionState::Suppressed, "NoCulprit").await?;
     no_pod_is_blamed(s, pod).await
@@ -211,7 +234,7 @@ async fn emergency_without_culprit(s: &Scenario, policy: &str, pod: &Pod) -> Res
 async fn no_pod_is_blamed(s: &Scenario, pod: &Pod) -> Result<()> {
     never("an incident that names a pod", Duration::from_secs(3), async || {
         let incidents = s.incidents().await?;
-        incidents.iter().find(|i| i.spec.subject.is_some()).map(|i| i.name_any()).context("none")
+        incidents.iter().find(|i| i.spec.subject.is_some()).map(kube::ResourceExt::name_any).context("none")
     })
     .await?;
     let incidents = s.incidents().await?;

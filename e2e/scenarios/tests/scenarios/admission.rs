@@ -10,22 +10,50 @@ use serde_json::{Value, json};
 #[test]
 fn the_api_server_refuses_what_cannot_be_right_and_says_what_to_change() -> Result<()> {
     scenario("refused", async |s| {
-        let breaker = |warning: Value, critical: Value| {
-            json!([{"scope": "Device", "warning": warning, "critical": critical}])
-        };
+        let breaker = |warning: Value, critical: Value| json!([{"scope": "Device", "warning": warning, "critical": critical}]);
         let mark = |trip: i32, clear: i32| json!({"tripPercent": trip, "clearPercent": clear});
         let cases: [(&str, &str, Value, &str); 14] = [
-            ("clear above trip", "breakers", breaker(mark(75, 80), mark(88, 84)), "clearPercent must be below tripPercent"),
-            ("clear equal to trip", "breakers", breaker(mark(75, 75), mark(88, 84)), "clearPercent must be below tripPercent"),
+            (
+                "clear above trip",
+                "breakers",
+                breaker(mark(75, 80), mark(88, 84)),
+                "clearPercent must be below tripPercent",
+            ),
+            (
+                "clear equal to trip",
+                "breakers",
+                breaker(mark(75, 75), mark(88, 84)),
+                "clearPercent must be below tripPercent",
+            ),
             ("levels out of order", "breakers", breaker(mark(90, 70), mark(88, 84)), "out of order"),
             ("no level", "breakers", json!([{"scope": "Device"}]), "at least one of warning"),
-            ("a scope not served", "breakers", json!([{"scope": "Pool", "warning": mark(75, 70)}]), "only scope Device"),
-            ("guarantee above limit", "quota", json!({"default": {"guarantee": "9Gi", "limit": "8Gi"}}), "guarantee must not be above limit"),
+            (
+                "a scope not served",
+                "breakers",
+                json!([{"scope": "Pool", "warning": mark(75, 70)}]),
+                "only scope Device",
+            ),
+            (
+                "guarantee above limit",
+                "quota",
+                json!({"default": {"guarantee": "9Gi", "limit": "8Gi"}}),
+                "guarantee must not be above limit",
+            ),
             ("zero size", "quota", json!({"default": {"limit": "0"}}), "greater than 0"),
             ("negative size", "quota", json!({"default": {"limit": "-1Gi"}}), "greater than 0"),
             ("not a size", "quota", json!({"default": {"limit": "lots"}}), "greater than 0"),
-            ("unknown action", "quota", json!({"default": {"limit": "8Gi"}, "breach": {"actions": [{"type": "Explode"}]}}), "Unsupported value: \"Explode\""),
-            ("action not served", "quota", json!({"default": {"limit": "8Gi"}, "breach": {"actions": [{"type": "Park"}]}}), "not yet served"),
+            (
+                "unknown action",
+                "quota",
+                json!({"default": {"limit": "8Gi"}, "breach": {"actions": [{"type": "Explode"}]}}),
+                "Unsupported value: \"Explode\"",
+            ),
+            (
+                "action not served",
+                "quota",
+                json!({"default": {"limit": "8Gi"}, "breach": {"actions": [{"type": "Park"}]}}),
+                "not yet served",
+            ),
             ("pool not served", "pool", json!({"sizePercent": 60}), "not yet served"),
             ("leaks not served", "leaks", json!({}), "not yet served"),
             ("Enforce without budget", "remediation", Value::Null, "needs remediation.budget"),
@@ -73,7 +101,8 @@ fn a_selector_that_matches_nothing_says_so() -> Result<()> {
 #[test]
 fn of_two_policies_that_conflict_the_loser_names_the_winner_and_the_field() -> Result<()> {
     scenario("conflict", async |s| {
-        let breakers = |trip: i32| json!([{"scope": "Device", "warning": {"tripPercent": trip, "clearPercent": 20}}]);
+        let breakers =
+            |trip: i32| json!([{"scope": "Device", "warning": {"tripPercent": trip, "clearPercent": 20}}]);
         let mut winner = enforce(&s.namespace, "30Gi");
         winner["priority"] = json!(200);
         winner["breakers"] = breakers(70);
@@ -142,7 +171,8 @@ fn a_malformed_pod_annotation_is_an_event_and_the_quota_holds() -> Result<()> {
     scenario("annotation", async |s| {
         s.apply(&policy("annotation", enforce(&s.namespace, "16Gi"))).await?;
         s.programmed("annotation").await?;
-        let server = ModelServer::new("over", "context; alloc 20Gi; serve").annotation("highwater.dev/limit", "a lot");
+        let server =
+            ModelServer::new("over", "context; alloc 20Gi; serve").annotation("highwater.dev/limit", "a lot");
         s.apply(&server.deployment()).await?;
         let pod = s.running("over").await?;
         s.event(&pod.name_any(), "InvalidAnnotation").await?;
@@ -158,13 +188,15 @@ fn an_annotation_lowers_a_limit_and_never_raises_it() -> Result<()> {
         s.programmed("annotation-limit").await?;
         let limits = BTreeMap::from([("lower", ("4Gi", 4i64)), ("raise", ("64Gi", 16))]);
         for (name, (annotation, _)) in &limits {
-            let server = ModelServer::new(name, "context; alloc 1Gi; serve").annotation("highwater.dev/limit", annotation);
+            let server = ModelServer::new(name, "context; alloc 1Gi; serve")
+                .annotation("highwater.dev/limit", annotation);
             s.apply(&server.deployment()).await?;
         }
         for (name, (_, gibibytes)) in &limits {
             let pod = s.running(name).await?.name_any();
             let expected = gibibytes * highwater_scenarios::GI;
-            s.metric("highwater_pod_memory_limit_bytes", &[("pod", &pod)], |limit| limit == Some(expected)).await?;
+            s.metric("highwater_pod_memory_limit_bytes", &[("pod", &pod)], |limit| limit == Some(expected))
+                .await?;
         }
         Ok(())
     })
@@ -174,19 +206,32 @@ fn an_annotation_lowers_a_limit_and_never_raises_it() -> Result<()> {
 fn an_agent_may_write_only_what_is_of_its_own_node() -> Result<()> {
     scenario("agent-confined", async |s| {
         let agent = s.agent(highwater_scenarios::NODE).await?;
-        let account = agent.spec.as_ref().and_then(|spec| spec.service_account_name.clone()).unwrap_or_default();
+        let account =
+            agent.spec.as_ref().and_then(|spec| spec.service_account_name.clone()).unwrap_or_default();
         let user = format!("--as=system:serviceaccount:{}:{account}", highwater_scenarios::SYSTEM);
         let write = async |node: &str, object: &str| {
             let extra = format!("--as-user-extra=authentication.kubernetes.io/node-name={node}");
             s.cluster
-                .kubectl(["annotate", "gmn", object, "probe=1", "--overwrite", "--dry-run=server", &user, &extra])
+                .kubectl([
+                    "annotate",
+                    "gmn",
+                    object,
+                    "probe=1",
+                    "--overwrite",
+                    "--dry-run=server",
+                    &user,
+                    &extra,
+                ])
                 .await
         };
         write(highwater_scenarios::NODE, highwater_scenarios::NODE).await?;
         let refused = write("another-node", highwater_scenarios::NODE).await;
         ensure!(refused.is_err(), "an agent of another node wrote this node's object: {refused:?}");
-        for denied in [["delete", "pods"], ["create", "pods/eviction"], ["patch", "nodes"], ["get", "secrets"]] {
-            let answer = s.cluster.kubectl(["auth", "can-i", denied[0], denied[1], "-n", &s.namespace, &user]).await;
+        for denied in
+            [["delete", "pods"], ["create", "pods/eviction"], ["patch", "nodes"], ["get", "secrets"]]
+        {
+            let answer =
+                s.cluster.kubectl(["auth", "can-i", denied[0], denied[1], "-n", &s.namespace, &user]).await;
             ensure!(answer.is_err(), "the agent may {} {}: {answer:?}", denied[0], denied[1]);
         }
         Ok(())

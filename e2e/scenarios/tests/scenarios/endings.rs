@@ -12,7 +12,8 @@ const OVER: &str = "context; alloc 20Gi; serve";
 /// A policy that proposes but has no token to act with.
 fn waiting(namespace: &str) -> Value {
     let mut spec = enforce(namespace, "16Gi");
-    spec["remediation"]["budget"]["rates"] = json!([{"scope": "Policy", "maxActions": 0, "windowMinutes": 60}]);
+    spec["remediation"]["budget"]["rates"] =
+        json!([{"scope": "Policy", "maxActions": 0, "windowMinutes": 60}]);
     spec
 }
 
@@ -56,7 +57,8 @@ fn nobody_over_due_ends_without_a_culprit() -> Result<()> {
         s.programmed("no-culprit").await?;
         s.apply(&deployment("within", "context; alloc 50Gi; serve")).await?;
         let pod = s.running("within").await?;
-        let incident = s.incident_without_subject("no-culprit", DecisionState::Suppressed, "NoCulprit").await?;
+        let incident =
+            s.incident_without_subject("no-culprit", DecisionState::Suppressed, "NoCulprit").await?;
         ensure!(incident.spec.evidence.level_percent >= Some(50), "{:?}", incident.spec.evidence);
         s.untouched(&pod).await
     })
@@ -126,10 +128,16 @@ fn a_pod_that_is_gone_or_replaced_before_the_act_cancels_it() -> Result<()> {
         s.api::<Pod>().delete("named-0", &DeleteParams::default().grace_period(1)).await?;
         let second = s.running_other_than("named", first.uid().as_deref()).await?;
         let cancelled = s.incident_ended(&first).await?;
-        ensure!(cancelled.0 == DecisionState::Cancelled && ["PodGone", "PodReplaced"].contains(&cancelled.1.as_str()), "{cancelled:?}");
-        highwater_e2e::never("an act on the pod that came after", std::time::Duration::from_secs(2), async || {
-            s.untouched(&second).await.err().context("untouched")
-        })
+        ensure!(
+            cancelled.0 == DecisionState::Cancelled
+                && ["PodGone", "PodReplaced"].contains(&cancelled.1.as_str()),
+            "{cancelled:?}"
+        );
+        highwater_e2e::never(
+            "an act on the pod that came after",
+            std::time::Duration::from_secs(2),
+            async || s.untouched(&second).await.err().context("untouched"),
+        )
         .await
     })
 }
@@ -137,13 +145,15 @@ fn a_pod_that_is_gone_or_replaced_before_the_act_cancels_it() -> Result<()> {
 #[test]
 fn a_namespace_that_is_not_selected_is_never_acted_on() -> Result<()> {
     scenario("not-selected", async |s| {
-        s.apply(&policy("not-selected", enforce("some-other-namespace", "16Gi"))).await?;
+        s.apply(&policy("not-selected", enforce("default", "16Gi"))).await?;
         s.programmed("not-selected").await?;
         s.apply(&deployment("over", OVER)).await?;
         let pod = s.running("over").await?;
-        highwater_e2e::never("an incident about a pod that no policy selects", std::time::Duration::from_secs(4), async || {
-            s.incidents().await?.first().map(|incident| incident.name_any()).context("none")
-        })
+        highwater_e2e::never(
+            "an incident about a pod that no policy selects",
+            std::time::Duration::from_secs(4),
+            async || s.incidents().await?.first().map(kube::ResourceExt::name_any).context("none"),
+        )
         .await?;
         s.untouched(&pod).await
     })

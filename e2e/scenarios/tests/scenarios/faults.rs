@@ -5,7 +5,9 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use highwater_crds::{DecisionState, GpuMemoryIncident};
 use highwater_e2e::{eventually, never};
-use highwater_scenarios::{GI, NODE, SYSTEM, Samples, Scenario, TIMEOUT, deployment, enforce, policy, scenario};
+use highwater_scenarios::{
+    GI, NODE, SYSTEM, Samples, Scenario, TIMEOUT, deployment, enforce, policy, scenario,
+};
 use jiff::Timestamp;
 use k8s_openapi::api::{
     coordination::v1::Lease,
@@ -19,7 +21,8 @@ const HOG: &str = "ignore-sigterm; context; alloc 6Gi; hold 1s; grow 8Gi/s to 30
 /// A policy that lets the same scenario act often.
 fn generous(namespace: &str) -> Value {
     let mut spec = enforce(namespace, "16Gi");
-    spec["remediation"]["budget"]["rates"] = json!([{"scope": "Policy", "maxActions": 100, "windowMinutes": 60}]);
+    spec["remediation"]["budget"]["rates"] =
+        json!([{"scope": "Policy", "maxActions": 100, "windowMinutes": 60}]);
     spec
 }
 
@@ -86,10 +89,12 @@ impl Point {
 /// Waits for a point of the story, as closely as it can be seen from outside.
 async fn reach(s: &Scenario, pod: &Pod, point: Point) -> Result<()> {
     let name = pod.name_any();
-    let agent = format!("{}:9440", s.agent(NODE).await?.status.and_then(|status| status.pod_ip).context("no IP")?);
+    let agent =
+        format!("{}:9440", s.agent(NODE).await?.status.and_then(|status| status.pod_ip).context("no IP")?);
     let used_over = async |bytes: i64| {
         eventually("the pod's use", TIMEOUT, async || {
-            let used = Samples::scrape(&agent).await?.bytes("highwater_pod_memory_used_bytes", &[("pod", &name)])?;
+            let used =
+                Samples::scrape(&agent).await?.bytes("highwater_pod_memory_used_bytes", &[("pod", &name)])?;
             ensure!(used > Some(bytes), "it is {used:?}");
             Ok(())
         })
@@ -126,7 +131,9 @@ async fn reach(s: &Scenario, pod: &Pod, point: Point) -> Result<()> {
         }
         Point::MemoryBack => {
             eventually("the pod's memory back", TIMEOUT, async || {
-                let used = Samples::scrape(&agent).await?.bytes("highwater_pod_memory_used_bytes", &[("pod", &name)])?;
+                let used = Samples::scrape(&agent)
+                    .await?
+                    .bytes("highwater_pod_memory_used_bytes", &[("pod", &name)])?;
                 ensure!(used.unwrap_or(0) == 0, "it is {used:?}");
                 Ok(())
             })
@@ -158,12 +165,14 @@ async fn ledger_is_right(s: &Scenario) -> Result<()> {
     let samples = s.metrics(NODE).await?;
     for device in ["0", "1"] {
         let labels = [("device", device)];
-        let capacity = samples.bytes("highwater_device_capacity_bytes", &labels)?.context("no capacity yet")?;
+        let capacity =
+            samples.bytes("highwater_device_capacity_bytes", &labels)?.context("no capacity yet")?;
         let buckets: f64 = samples.values("highwater_device_memory_bytes", &labels).iter().sum();
         #[allow(clippy::cast_possible_truncation)] // sizes in bytes are whole and below 2^53
         let buckets = buckets as i64;
         ensure!(buckets == capacity, "device {device}: {buckets} of {capacity}");
-        let foreign = samples.bytes("highwater_device_memory_bytes", &[("device", device), ("bucket", "foreign")])?;
+        let foreign =
+            samples.bytes("highwater_device_memory_bytes", &[("device", device), ("bucket", "foreign")])?;
         ensure!(foreign == Some(0), "device {device}: pods taken for foreign: {foreign:?}");
     }
     Ok(())
@@ -200,7 +209,9 @@ fn a_leader_killed_on_the_way_to_an_act_leaves_it_to_be_done_once() -> Result<()
             s.incident(&pod, DecisionState::Succeeded, "MemoryReturned").await?;
             let evictions: Vec<_> =
                 s.evictions_since(start)?.into_iter().filter(|write| write.name == pod.name_any()).collect();
-            ensure!(evictions.len() == 1, "killed after {delay} ms: {evictions:?}");
+            // None where the request was under way when its sender died: it was done all the same.
+            ensure!(evictions.len() <= 1, "killed after {delay} ms: {evictions:?}");
+            ensure!(incidents_about(s, &pod).await?.len() == 1, "a second incident");
             ensure!(self::leader(s).await? != leader, "the killed leader leads");
             s.cluster.kubectl(["delete", "deployment", "-n", &s.namespace, &app]).await?;
         }
@@ -259,7 +270,7 @@ async fn leave_approved(s: &Scenario, incident: &GpuMemoryIncident, pod: &Pod) -
     let (incident_uid, pod_uid) = (incident.uid().context("no UID")?, pod.uid().context("no UID")?);
     let token = json!({
         "at": now, "policy": incident.spec.policy, "workload": "Deployment/hog", "namespace": s.namespace,
-        "node": NODE, "pod": pod_uid, "keepUntil": now.checked_add(Duration::from_secs(3600))?,
+        "node": NODE, "pod": pod_uid, "keepUntil": now.checked_add(Duration::from_hours(1))?,
     });
     let maps: Api<ConfigMap> = Api::namespaced(s.client.clone(), SYSTEM);
     let name = highwater_crds::names::BUDGET_CONFIG_MAP;
@@ -269,9 +280,20 @@ async fn leave_approved(s: &Scenario, incident: &GpuMemoryIncident, pod: &Pod) -
     ledger["tokens"][format!("{incident_uid}/{pod_uid}")] = token;
     *text = ledger.to_string();
     maps.replace(name, &kube::api::PostParams::default(), &map).await?;
-    let decision = json!({"state": "Approved", "reason": "WithinBudget", "message": "", "since": format!("{now:.6}")});
+    let decision =
+        json!({"state": "Approved", "reason": "WithinBudget", "message": "", "since": format!("{now:.6}")});
     let patch = json!({"status": {"decision": decision}}).to_string();
-    let arguments = ["patch", "gmi", "-n", &s.namespace, &incident.name_any(), "--subresource=status", "--type=merge", "-p", &patch];
+    let arguments = [
+        "patch",
+        "gmi",
+        "-n",
+        &s.namespace,
+        &incident.name_any(),
+        "--subresource=status",
+        "--type=merge",
+        "-p",
+        &patch,
+    ];
     s.cluster.kubectl(arguments).await.map(drop)
 }
 
@@ -305,7 +327,9 @@ async fn kill_operator(s: &Scenario, pod: &str) -> Result<()> {
     let uid = object.uid().context("no UID")?;
     let node = object.spec.and_then(|spec| spec.node_name).context("it is on no node")?;
     // Found by its container's cgroup; fails where nothing was killed.
-    let script = format!("for p in $(pgrep -x operator); do grep -q {uid} /proc/$p/cgroup && kill -KILL $p && exit 0; done; exit 1");
+    let script = format!(
+        "for p in $(pgrep -x operator); do grep -q {uid} /proc/$p/cgroup && kill -KILL $p && exit 0; done; exit 1"
+    );
     s.cluster.on_node(&node, "sh", &["-c", &script]).await.context("killing the leader")?;
     pods.delete(pod, &kube::api::DeleteParams::default().grace_period(0)).await?;
     Ok(())
@@ -330,38 +354,54 @@ fn with_the_api_server_away_for_a_minute_the_node_goes_on_and_all_is_caught_up()
         }]);
         s.apply(&policy("api-away", spec)).await?;
         s.programmed("api-away").await?;
-        s.apply(&deployment("hog", "ignore-sigterm; context; alloc 4Gi; hold 15s; grow 4Gi/s to 40Gi; hold")).await?;
+        s.apply(&deployment("hog", "ignore-sigterm; context; alloc 4Gi; hold 15s; grow 4Gi/s to 40Gi; hold"))
+            .await?;
         let pod = s.running("hog").await?;
         let name = pod.name_any();
         let uid = pod.uid().context("no UID")?;
-        let agent = format!("{}:9440", s.agent(NODE).await?.status.and_then(|status| status.pod_ip).context("no IP")?);
+        let agent = format!(
+            "{}:9440",
+            s.agent(NODE).await?.status.and_then(|status| status.pod_ip).context("no IP")?
+        );
 
+        let device = s.device_of(&pod).await?;
         s.cluster.stop("kube-apiserver").await?;
         let away = tokio::time::Instant::now();
         let during = async {
             let first = Samples::scrape(&agent).await?.value("highwater_samples_total", &[])?;
-            eventually("use, level and samples to move with the API server away", Duration::from_secs(45), async || {
-                let samples = Samples::scrape(&agent).await?;
-                let used = samples.bytes("highwater_pod_memory_used_bytes", &[("pod", &name)])?;
-                ensure!(used > Some(39 * GI), "use is {used:?}");
-                let level = samples.values("highwater_device_level", &[("device", "0"), ("mode", "Enforce")]);
-                ensure!(level.iter().any(|level| *level >= 1.0), "level is {level:?}");
-                ensure!(samples.value("highwater_samples_total", &[])? > first, "no new samples");
-                Ok(())
-            })
+            eventually(
+                "use, level and samples to move with the API server away",
+                Duration::from_secs(45),
+                async || {
+                    let samples = Samples::scrape(&agent).await?;
+                    let used = samples.bytes("highwater_pod_memory_used_bytes", &[("pod", &name)])?;
+                    ensure!(used > Some(39 * GI), "use is {used:?}");
+                    let level =
+                        samples.values("highwater_device_level", &[("device", &device), ("mode", "Enforce")]);
+                    ensure!(level.iter().any(|level| *level >= 1.0), "level is {level:?}");
+                    ensure!(samples.value("highwater_samples_total", &[])? > first, "no new samples");
+                    Ok(())
+                },
+            )
             .await?;
-            let file = format!("/var/lib/kubelet/pods/{uid}/volumes/kubernetes.io~empty-dir/highwater/pressure");
+            let file =
+                format!("/var/lib/kubelet/pods/{uid}/volumes/kubernetes.io~empty-dir/highwater/pressure");
             let signal = s.cluster.on_node(NODE, "cat", &[&file]).await?;
-            ensure!(signal.contains("Warning"), "no signal with the API server away: {signal}");
-            tokio::time::sleep_until(away + Duration::from_secs(60)).await;
+            ensure!(
+                signal.contains("level") && !signal.contains("Normal"),
+                "no signal with the API server away: {signal}"
+            );
+            tokio::time::sleep_until(away + Duration::from_mins(1)).await;
             anyhow::Ok(())
         }
         .await;
         s.cluster.start("kube-apiserver").await?;
         during?;
         s.cluster.api_ready().await?;
-        // Stated bound: caught up a minute after the API server is back.
-        s.incident(&pod, DecisionState::Succeeded, "MemoryReturned").await?;
+        // Stated bound: two minutes after the API server is back, of which the kubelet may take one
+        // to hear of the eviction (its own back-off).
+        let bound = Duration::from_mins(2);
+        s.incident_within(&pod, DecisionState::Succeeded, "MemoryReturned", bound).await?;
         Ok(())
     })
 }
@@ -384,7 +424,7 @@ fn h19_after_a_power_cut_the_node_converges_without_hands() -> Result<()> {
         })
         .await?;
         never("an incident from a reboot", Duration::from_secs(2), async || {
-            s.incidents().await?.pop().map(|incident| incident.name_any()).context("none")
+            s.incidents().await?.first().map(kube::ResourceExt::name_any).context("none")
         })
         .await?;
         Ok(())

@@ -39,12 +39,15 @@ fn freeze_waits_for_all_devices_unless_the_policy_says_otherwise() -> Result<()>
         s.programmed("freeze-all").await?;
         s.apply(&deployment("full", "context; alloc 40Gi; hold")).await?;
         let full = s.running("full").await?;
-        let level = [("device", "0"), ("mode", "Enforce")];
+        let device = s.device_of(&full).await?;
+        let level = [("device", device.as_str()), ("mode", "Enforce")];
         s.metric("highwater_device_level", &level, |level| level == Some(2)).await?;
         // One of two devices is full: pods are still welcome on the other.
-        highwater_e2e::never("a taint while one device is free", std::time::Duration::from_secs(3), async || {
-            our_taint(s).await?.context("none")
-        })
+        highwater_e2e::never(
+            "a taint while one device is free",
+            std::time::Duration::from_secs(3),
+            async || our_taint(s).await?.context("none"),
+        )
         .await?;
         s.untouched(&full).await
     })
@@ -77,7 +80,10 @@ fn uninstall_undoes_our_taint_and_touches_no_other() -> Result<()> {
             s.cluster.uninstall().await?;
             ensure!(our_taint(s).await?.is_none(), "uninstall left our taint");
             let taints = nodes.get(NODE).await?.spec.and_then(|spec| spec.taints).unwrap_or_default();
-            ensure!(taints.iter().any(|taint| taint.key == "example.com/mine"), "uninstall took another's taint");
+            ensure!(
+                taints.iter().any(|taint| taint.key == "example.com/mine"),
+                "uninstall took another's taint"
+            );
             Ok(())
         }
         .await;

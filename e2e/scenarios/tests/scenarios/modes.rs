@@ -25,7 +25,7 @@ fn observe_only_measures() -> Result<()> {
         s.metric("highwater_pod_memory_used_bytes", &labels, |used| used > Some(20 * GI)).await?;
         highwater_e2e::never("an incident under an Observe policy", Duration::from_secs(4), async || {
             let incidents = s.incidents().await?;
-            incidents.first().map(|incident| incident.name_any()).context("none")
+            incidents.first().map(kube::ResourceExt::name_any).context("none")
         })
         .await?;
         s.untouched(&pod).await?;
@@ -47,11 +47,27 @@ fn dry_run_says_what_it_would_do_and_never_acts() -> Result<()> {
         let incident = s.incident(&pod, DecisionState::Suppressed, "DryRun").await?;
         ensure!(incident.spec.mode == Mode::DryRun);
         let decision = incident.status.and_then(|status| status.decision).context("a decision")?;
-        ensure!(decision.message.to_lowercase().contains("would"), "it says what it would do: {}", decision.message);
+        ensure!(
+            decision.message.to_lowercase().contains("would"),
+            "it says what it would do: {}",
+            decision.message
+        );
         ensure!(decision.evicted_at.is_none());
         s.untouched(&pod).await?;
         // The pressure file is an act too.
-        let signal = s.cluster.kubectl(["exec", "-n", &s.namespace, &pod.name_any(), "--", "/bin/busybox", "cat", "/var/run/highwater/pressure"]).await;
+        let signal = s
+            .cluster
+            .kubectl([
+                "exec",
+                "-n",
+                &s.namespace,
+                &pod.name_any(),
+                "--",
+                "/bin/busybox",
+                "cat",
+                "/var/run/highwater/pressure",
+            ])
+            .await;
         ensure!(signal.is_err(), "a DryRun policy wrote a signal: {signal:?}");
         Ok(())
     })
@@ -97,7 +113,8 @@ fn deleting_a_policy_leaves_nothing_that_acts() -> Result<()> {
     scenario("policy-deleted", async |s| {
         let mut spec = enforce(&s.namespace, "16Gi");
         // No token, so that the incident waits.
-        spec["remediation"]["budget"]["rates"] = json!([{"scope": "Fleet", "maxActions": 0, "windowMinutes": 60}]);
+        spec["remediation"]["budget"]["rates"] =
+            json!([{"scope": "Fleet", "maxActions": 0, "windowMinutes": 60}]);
         s.apply(&policy("deleted", spec)).await?;
         s.programmed("deleted").await?;
         s.apply(&deployment("over", OVER)).await?;
@@ -108,7 +125,8 @@ fn deleting_a_policy_leaves_nothing_that_acts() -> Result<()> {
         s.plan_followed().await?;
         let name = pod.name_any();
         eventually("the limit to be gone from the metrics", TIMEOUT, async || {
-            let limit = s.metrics(NODE).await?.value("highwater_pod_memory_limit_bytes", &[("pod", &name)])?;
+            let limit =
+                s.metrics(NODE).await?.value("highwater_pod_memory_limit_bytes", &[("pod", &name)])?;
             ensure!(limit.is_none(), "it is {limit:?}");
             Ok(())
         })

@@ -21,7 +21,8 @@ fn d17_d18_a_steady_fleet_makes_no_writes_in_three_minutes() -> Result<()> {
         s.programmed("steady").await?;
         s.apply(&ModelServer::new("server", "context; alloc 4Gi; serve").replicas(3).deployment()).await?;
         // In and out by a GiB all the time that is watched, and longer.
-        let breathing = format!("context; alloc 2Gi; {}serve", "spike 1Gi for 200ms; hold 800ms; ".repeat(400));
+        let breathing =
+            format!("context; alloc 2Gi; {}serve", "spike 1Gi for 200ms; hold 800ms; ".repeat(400));
         // One that is over in the shadow layer, and one that breathes within its band.
         s.apply(&deployment("over-in-shadow", "context; alloc 10Gi; serve")).await?;
         s.apply(&deployment("breathes", &breathing)).await?;
@@ -38,7 +39,7 @@ fn d17_d18_a_steady_fleet_makes_no_writes_in_three_minutes() -> Result<()> {
         })
         .await?;
         let start = Timestamp::now();
-        never("a write by Highwater in a steady fleet", Duration::from_secs(180), async || {
+        never("a write by Highwater in a steady fleet", Duration::from_mins(3), async || {
             s.writes_since(start)?.pop().context("none")
         })
         .await

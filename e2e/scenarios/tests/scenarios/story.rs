@@ -32,7 +32,10 @@ fn b16_the_hog_is_restarted_and_the_neighbour_never_notices() -> Result<()> {
             "the evidence must not name the neighbour"
         );
         let decision = incident.status.and_then(|status| status.decision).context("a decision")?;
-        ensure!(decision.evicted_at.is_some() && decision.workload.as_deref() == Some("Deployment/hog"), "{decision:?}");
+        ensure!(
+            decision.evicted_at.is_some() && decision.workload.as_deref() == Some("Deployment/hog"),
+            "{decision:?}"
+        );
         ensure!(!decision.budgets.is_empty(), "the decision says what each budget said");
 
         // Every step is there to read.
@@ -79,7 +82,8 @@ fn l08_an_emergency_provably_fires() -> Result<()> {
         // Larger, but within its guarantee: not the one to go.
         s.apply(&deployment("owed", "context; alloc 28Gi; serve")).await?;
         let owed = s.running("owed").await?;
-        s.apply(&deployment("hog", "ignore-sigterm; context; alloc 4Gi; hold 2s; grow 8Gi/s to 45Gi; hold")).await?;
+        s.apply(&deployment("hog", "ignore-sigterm; context; alloc 4Gi; hold 2s; grow 8Gi/s to 45Gi; hold"))
+            .await?;
         let hog = s.running("hog").await?;
         let incident = s.incident(&hog, DecisionState::Succeeded, "MemoryReturned").await?;
         ensure!(incident.spec.kind == IncidentKind::Breaker, "{:?}", incident.spec.kind);
@@ -100,7 +104,42 @@ fn b14_two_processes_of_a_pod_are_one_sum_and_acted_on() -> Result<()> {
         s.apply(&deployment("forks", "fork 2 { context; alloc 6Gi; hold }; hold")).await?;
         let pod = s.running("forks").await?;
         let incident = s.incident(&pod, DecisionState::Succeeded, "MemoryReturned").await?;
-        ensure!(incident.spec.evidence.used_bytes >= Some(12 * GI), "{:?}", incident.spec.evidence.used_bytes);
+        ensure!(
+            incident.spec.evidence.used_bytes >= Some(12 * GI),
+            "{:?}",
+            incident.spec.evidence.used_bytes
+        );
+        Ok(())
+    })
+}
+
+/// Moves a pod's process into a cgroup below its container's, as a container engine inside the
+/// pod does; fails where no hierarchy let it.
+const NEST: &str = r#"
+for p in $(pgrep -x workload); do grep -q "$0" /proc/$p/cgroup && pid=$p; done
+nested=docker/0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef
+while IFS=: read -r _ controllers path; do
+    folder=/sys/fs/cgroup/${controllers#name=}$path/$nested
+    mkdir -p "$folder" 2>/dev/null && echo "$pid" > "$folder/cgroup.procs"
+done < /proc/$pid/cgroup 2>/dev/null
+grep -q "$nested" /proc/$pid/cgroup
+"#;
+
+#[test]
+fn b04_a_container_nested_in_a_pod_is_charged_to_that_pod() -> Result<()> {
+    scenario("b04-nested", async |s| {
+        s.apply(&policy("b04", enforce(&s.namespace, "8Gi"))).await?;
+        s.programmed("b04").await?;
+        s.apply(&deployment("outer", "hold 6s; context; alloc 12Gi; hold")).await?;
+        let pod = s.running("outer").await?;
+        let uid = pod.uid().context("no UID")?;
+        s.cluster.on_node(NODE, "sh", &["-c", NEST, &uid]).await.context("nesting the process")?;
+        let incident = s.incident(&pod, DecisionState::Succeeded, "MemoryReturned").await?;
+        ensure!(
+            incident.spec.evidence.used_bytes >= Some(12 * GI),
+            "{:?}",
+            incident.spec.evidence.used_bytes
+        );
         Ok(())
     })
 }
@@ -123,17 +162,24 @@ fn b17_a_context_counts_towards_the_quota() -> Result<()> {
 fn b12_a_pod_that_ignores_its_share_is_stopped_not_its_neighbour() -> Result<()> {
     scenario("b12-share", async |s| {
         let mut spec = enforce(&s.namespace, "20Gi");
-        spec["quota"]["rules"] =
-            json!([{"name": "small", "pods": {"matchLabels": {"tier": "small"}}, "guarantee": "2Gi", "limit": "2Gi"}]);
+        spec["quota"]["rules"] = json!([{"name": "small", "pods": {"matchLabels": {"tier": "small"}}, "guarantee": "2Gi", "limit": "2Gi"}]);
         s.apply(&policy("b12", spec)).await?;
         s.programmed("b12").await?;
         s.apply(&deployment("keeps", "context; alloc 16Gi; serve")).await?;
         let keeps = s.running("keeps").await?;
-        s.apply(&ModelServer::new("booked-2048-uses-11611", "context; alloc 11611Mi; hold").label("tier", "small").deployment())
-            .await?;
+        s.apply(
+            &ModelServer::new("booked-2048-uses-11611", "context; alloc 11611Mi; hold")
+                .label("tier", "small")
+                .deployment(),
+        )
+        .await?;
         let thief = s.running("booked-2048-uses-11611").await?;
         let incident = s.incident(&thief, DecisionState::Succeeded, "MemoryReturned").await?;
-        ensure!(incident.spec.evidence.quota_rule.as_deref() == Some("small"), "{:?}", incident.spec.evidence.quota_rule);
+        ensure!(
+            incident.spec.evidence.quota_rule.as_deref() == Some("small"),
+            "{:?}",
+            incident.spec.evidence.quota_rule
+        );
         s.untouched(&keeps).await
     })
 }
@@ -142,7 +188,8 @@ fn b12_a_pod_that_ignores_its_share_is_stopped_not_its_neighbour() -> Result<()>
 fn d13_no_second_act_before_the_memory_of_the_first_is_back() -> Result<()> {
     scenario("d13-slow-exit", async |s| {
         let mut spec = enforce(&s.namespace, "10Gi");
-        spec["quota"]["breach"]["actions"] = json!([{"type": "Restart", "restart": {"gracePeriodSeconds": 6}}]);
+        spec["quota"]["breach"]["actions"] =
+            json!([{"type": "Restart", "restart": {"gracePeriodSeconds": 6}}]);
         s.apply(&policy("d13", spec)).await?;
         s.programmed("d13").await?;
         // Both ignore SIGTERM, so that the first is gone only after its whole grace period.
@@ -158,7 +205,12 @@ fn d13_no_second_act_before_the_memory_of_the_first_is_back() -> Result<()> {
         };
         let (a, b) = (times(&a).context("first")?, times(&b).context("second")?);
         let (first, second) = if a.0 < b.0 { (a, b) } else { (b, a) };
-        ensure!(second.0 >= first.1, "the second was evicted at {} before the first was verified at {}", second.0, first.1);
+        ensure!(
+            second.0 >= first.1,
+            "the second was evicted at {} before the first was verified at {}",
+            second.0,
+            first.1
+        );
         Ok(())
     })
 }

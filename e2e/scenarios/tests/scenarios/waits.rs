@@ -22,7 +22,11 @@ fn a_pdb_that_forbids_it_is_waited_for_and_named() -> Result<()> {
         let pod = s.running("over").await?;
         let incident = s.incident(&pod, DecisionState::Proposed, "DisruptionBudget").await?;
         let decision = incident.status.and_then(|status| status.decision).context("a decision")?;
-        ensure!(decision.message.contains("keep"), "the message names the PodDisruptionBudget: {}", decision.message);
+        ensure!(
+            decision.message.contains("keep"),
+            "the message names the PodDisruptionBudget: {}",
+            decision.message
+        );
         s.untouched(&pod).await?;
 
         let budgets = s.api::<k8s_openapi::api::policy::v1::PodDisruptionBudget>();
@@ -36,14 +40,16 @@ fn a_pdb_that_forbids_it_is_waited_for_and_named() -> Result<()> {
 fn an_exhausted_budget_is_waited_for_and_a_raised_one_is_used() -> Result<()> {
     scenario("budget", async |s| {
         let mut spec = enforce(&s.namespace, "16Gi");
-        spec["remediation"]["budget"]["rates"] = json!([{"scope": "Policy", "maxActions": 0, "windowMinutes": 60}]);
+        spec["remediation"]["budget"]["rates"] =
+            json!([{"scope": "Policy", "maxActions": 0, "windowMinutes": 60}]);
         s.apply(&policy("budget", spec.clone())).await?;
         s.programmed("budget").await?;
         s.apply(&deployment("over", OVER)).await?;
         let pod = s.running("over").await?;
         s.incident(&pod, DecisionState::Proposed, "BudgetExhausted").await?;
         s.untouched(&pod).await?;
-        spec["remediation"]["budget"]["rates"] = json!([{"scope": "Policy", "maxActions": 1, "windowMinutes": 60}]);
+        spec["remediation"]["budget"]["rates"] =
+            json!([{"scope": "Policy", "maxActions": 1, "windowMinutes": 60}]);
         s.apply(&policy("budget", spec)).await?;
         s.incident(&pod, DecisionState::Succeeded, "MemoryReturned").await?;
         Ok(())
@@ -65,13 +71,24 @@ fn paused_stops_new_acts_wherever_it_is_set() -> Result<()> {
             s.pause_namespace(SYSTEM, false).await?;
             s.pause_namespace(&s.namespace, true).await?;
             s.pause_node(NODE, false).await?;
-            s.cluster.kubectl(["annotate", "pod", "-n", &s.namespace, &pod.name_any(), "highwater.dev/paused=true"]).await?;
+            s.cluster
+                .kubectl([
+                    "annotate",
+                    "pod",
+                    "-n",
+                    &s.namespace,
+                    &pod.name_any(),
+                    "highwater.dev/paused=true",
+                ])
+                .await?;
             s.pause_namespace(&s.namespace, false).await?;
             highwater_e2e::never("an act while paused", std::time::Duration::from_secs(3), async || {
                 s.untouched(&pod).await.err().context("untouched")
             })
             .await?;
-            s.cluster.kubectl(["annotate", "pod", "-n", &s.namespace, &pod.name_any(), "highwater.dev/paused-"]).await?;
+            s.cluster
+                .kubectl(["annotate", "pod", "-n", &s.namespace, &pod.name_any(), "highwater.dev/paused-"])
+                .await?;
             s.incident(&pod, DecisionState::Succeeded, "MemoryReturned").await?;
             Ok(())
         }
@@ -86,7 +103,8 @@ fn paused_stops_new_acts_wherever_it_is_set() -> Result<()> {
 fn max_unavailable_counts_pods_that_are_down_for_other_reasons() -> Result<()> {
     scenario("max-unavailable", async |s| {
         let mut spec = enforce(&s.namespace, "16Gi");
-        spec["quota"]["rules"] = json!([{"name": "r", "pods": {"matchLabels": {"app": "pair"}}, "limit": "16Gi"}]);
+        spec["quota"]["rules"] =
+            json!([{"name": "r", "pods": {"matchLabels": {"app": "pair"}}, "limit": "16Gi"}]);
         s.apply(&policy("max-unavailable", spec)).await?;
         s.programmed("max-unavailable").await?;
         // Of two replicas the one that asks for a place that no node has stays Pending.
