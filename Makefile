@@ -2,6 +2,8 @@
 # Rust, Go 1.26 and root, and bring everything else.
 
 export PATH := $(PATH):$(HOME)/.cargo/bin:/usr/local/go/bin
+# What cargo builds is kept outside the checkout: a fresh clone finds its dependencies built.
+export CARGO_TARGET_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/highwater/target
 
 CLUSTER := cargo run --quiet --package highwater-e2e --bin cluster --
 # Arguments of `cluster up`, for instance: make up UP='--nodes 2 --gpus 4'

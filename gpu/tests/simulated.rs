@@ -8,7 +8,7 @@ use std::{
     env,
     path::PathBuf,
     process::{Child, Command, Stdio},
-    sync::LazyLock,
+    sync::{LazyLock, RwLock},
     thread,
     time::{Duration, Instant},
 };
@@ -21,7 +21,9 @@ use gpusim::{
     protocol::{Control, MemoryKind, ProcessList, Region, Request, SOCKET_VARIABLE},
     size::Bytes,
 };
-use highwater_gpu::{Device, DeviceInfo, Driver, ErrorClass, Kinds, MAX_RETAKES, Partition, Reading};
+use highwater_gpu::{
+    Device, DeviceInfo, Driver, ErrorClass, Inventory, Kinds, MAX_RETAKES, Partition, Reading,
+};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -68,8 +70,16 @@ fn open() -> Driver {
     Driver::open(Some(&HOST.library)).unwrap()
 }
 
+/// Taking stock reads the memory of every device, which ends a tear of one that is under test.
+static STOCK: RwLock<()> = RwLock::new(());
+
+fn inventory(driver: &Driver) -> Inventory {
+    let _others_may = STOCK.read().unwrap();
+    driver.inventory().unwrap()
+}
+
 fn devices(driver: &Driver) -> Vec<DeviceInfo> {
-    driver.inventory().unwrap().devices
+    inventory(driver).devices
 }
 
 /// The whole GPU at an index, and a connection that acts on it.
@@ -132,7 +142,7 @@ fn pids_and_bytes(reading: &Reading) -> Vec<(u32, Option<u64>)> {
 fn instances_are_listed_in_the_place_of_their_gpu() {
     let driver = open();
     assert_eq!(driver.version(), "580.1");
-    let inventory = driver.inventory().unwrap();
+    let inventory = inventory(&driver);
     assert_eq!(inventory.failed, []);
     let labels: Vec<_> = inventory.devices.iter().map(DeviceInfo::label).collect();
     assert_eq!(labels, ["0", "1", "2", "3", "4", "5", "6", "7", "8/7", "8/3"]);
@@ -238,7 +248,7 @@ fn a_lost_device_says_so_and_is_found_again() {
         assert!(reading.lost(), "{reading:?}");
         assert_eq!((reading.used, reading.processes), (None, None));
     }
-    let inventory = driver.inventory().unwrap();
+    let inventory = inventory(&driver);
     assert_eq!(
         inventory.failed.iter().map(|(i, e)| (*i, e.class)).collect::<Vec<_>>(),
         [(3, ErrorClass::Lost)]
@@ -252,6 +262,7 @@ fn a_lost_device_says_so_and_is_found_again() {
 fn a_torn_sample_is_taken_again_and_flagged_if_it_stays_torn() {
     let driver = open();
     let (mut device, mut simulator) = gpu(&driver, 4);
+    let _nobody_else = STOCK.write().unwrap();
     let idle = driver.sample(&mut device);
     simulator.inject(FaultKind::Torn { bytes: Bytes(8 * GIB), reads: Some(1), raised: false });
     let reading = driver.sample(&mut device);

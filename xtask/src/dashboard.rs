@@ -81,6 +81,8 @@ pub(crate) fn check(root: &Path) -> Result<Vec<String>> {
         .iter()
         .map(|query| json!({"record": "dashboard:query", "labels": {"query": query}, "expr": filled_in(query)}))
         .collect();
+    // Built elsewhere, a fresh checkout has no such folder yet.
+    fs::create_dir_all(root.join("target"))?;
     let file = root.join("target/dashboard-queries.yaml");
     fs::write(&file, crds::yaml(&json!({"groups": [{"name": "dashboard", "rules": rules}]})))
         .with_context(|| format!("writing {}", file.display()))?;

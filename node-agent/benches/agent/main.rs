@@ -43,8 +43,8 @@ fn main() -> Result<ExitCode> {
     let mut report = Report::new("bench-agent");
 
     let mut node = Node::start(&programs)?;
-    let series = node.await_series(node::PODS, Duration::from_mins(1))?;
-    println!("{} devices, {series} pods, a sample every {INTERVAL:?}", node::DEVICES);
+    node.await_start()?;
+    println!("{} devices, {} pods, a sample every {INTERVAL:?}", node::DEVICES, node::PODS);
 
     let before = node.agent.cpu_time()?;
     for _ in 0..QUIET.as_secs() / SCRAPE.as_secs() {

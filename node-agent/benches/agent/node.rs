@@ -53,6 +53,7 @@ pub(crate) struct Node {
     /// One pod a device: it can be made to cross its limit.
     pub(crate) crossers: Vec<Crosser>,
     listen: SocketAddr,
+    volumes: Vec<PathBuf>,
     _others: Vec<Process>,
     _driver: Process,
     _runtime: Runtime,
@@ -78,11 +79,12 @@ impl Node {
         let devices: Vec<_> =
             client.show()?.inventory.devices.into_iter().map(|device| device.uuid).collect();
 
-        let mut pods = Vec::new();
+        let (mut pods, mut volumes) = (Vec::new(), Vec::new());
         let (mut crossers, mut others) = (Vec::new(), Vec::new());
         for (number, (device, uuid)) in (0..PODS).zip((0..).zip(&devices).cycle()) {
             let pod = Pod { number, device: uuid.clone() };
             let volume = pod.create_volume(root)?;
+            volumes.push(volume.clone());
             if number < DEVICES {
                 let mut command = Command::new(std::env::current_exe()?);
                 command.args([workload::ARGUMENT, &device.to_string()]);
@@ -124,13 +126,14 @@ impl Node {
         command.arg("--state-dir").arg(root);
         command.arg("--listen").arg(listen.to_string());
         command.env(SOCKET_VARIABLE, &socket).env("KUBECONFIG", kubeconfig(root, api)?);
-        let log = fs::File::create(std::env::temp_dir().join("bench-agent.log"))?;
+        let log = fs::File::create(log_path())?;
         command.stdout(log.try_clone()?).stderr(log);
         let agent = Process::start(&mut command)?;
         Ok(Self {
             agent,
             crossers,
             listen,
+            volumes,
             _others: others,
             _driver: driver,
             _runtime: runtime,
@@ -147,23 +150,30 @@ impl Node {
         Ok(text)
     }
 
-    /// Waits until the agent has a number for that many pods.
-    pub(crate) fn await_series(&self, expected: u32, patience: Duration) -> Result<usize> {
-        let deadline = Instant::now() + patience;
-        let mut found = 0;
+    /// Waits until the agent has started: it has a number for every pod, and has written every
+    /// pod's file once, in case an earlier agent had left a signal there.
+    pub(crate) fn await_start(&self) -> Result<()> {
+        let deadline = Instant::now() + Duration::from_mins(1);
+        let (mut measured, mut written) = (0, 0);
         while Instant::now() < deadline {
             let metrics = self.metrics().unwrap_or_default();
-            found = metrics.lines().filter(|l| l.starts_with(SERIES) && !l.ends_with("} 0")).count();
-            if u32::try_from(found) == Ok(expected) {
-                return Ok(found);
+            measured = metrics.lines().filter(|l| l.starts_with(SERIES) && !l.ends_with("} 0")).count();
+            written = self.volumes.iter().filter(|volume| volume.join(names::SIGNAL_FILE).exists()).count();
+            if measured == self.volumes.len() && written == self.volumes.len() {
+                return Ok(());
             }
             thread::sleep(Duration::from_millis(100));
         }
         bail!(
-            "the agent has a number for {found} of {expected} pods: see bench-agent.log in {}",
-            std::env::temp_dir().display()
+            "of {PODS} pods the agent has measured {measured} and written the files of {written}: see {}",
+            log_path().display()
         )
     }
+}
+
+/// What the agent says.
+fn log_path() -> PathBuf {
+    std::env::temp_dir().join("bench-agent.log")
 }
 
 fn start_driver(program: &Path, root: &Path, socket: &Path) -> Result<Process> {
