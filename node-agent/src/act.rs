@@ -38,6 +38,8 @@ pub(crate) struct At {
 pub(crate) struct Acts {
     signals: Signals,
     shown: HashMap<Arc<str>, Shown>,
+    /// The earliest time at which something is due that no change announces.
+    again: Option<Millis>,
     /// Files written.
     pub(crate) written: u64,
     /// Files that could not be written.
@@ -54,7 +56,17 @@ struct Shown {
 impl Acts {
     /// Nothing is known of what pods were shown before.
     pub(crate) fn new(signals: Signals) -> Self {
-        Self { signals, shown: HashMap::new(), written: 0, failed: 0 }
+        Self { signals, shown: HashMap::new(), again: None, written: 0, failed: 0 }
+    }
+
+    /// Whether there may be something to show although nothing changed since all pods were looked at.
+    pub(crate) fn is_due(&self, now: Millis) -> bool {
+        self.again.is_some_and(|at| now >= at)
+    }
+
+    /// All pods are about to be looked at.
+    pub(crate) fn begin(&mut self) {
+        self.again = None;
     }
 
     /// Shows a pod what it ought to see: `wanted`, or that all is well. While acts are paused a
@@ -70,14 +82,22 @@ impl Acts {
         let shown = self.shown.entry(Arc::clone(&pod.kubelet_uid)).or_default();
         let before = shown.state.as_ref().map_or(Level::Normal, |(level, _)| *level);
         let level = wanted.map_or(Level::Normal, |wanted| wanted.level);
-        let due = match &shown.state {
+        let from = match &shown.state {
             None if wanted.is_none() => {
-                now.since(pod.first_seen.max(at.measured)) >= CLEAR_AFTER.saturating_add(at.hold)
+                pod.first_seen.max(at.measured).plus(CLEAR_AFTER.saturating_add(at.hold))
             }
-            None => true,
-            Some((shown, device)) => *shown != level || device.as_ref() != wanted.map(|w| &w.device),
+            Some((shown, device)) if *shown == level && device.as_ref() == wanted.map(|w| &w.device) => {
+                return None;
+            }
+            _ => now,
         };
-        if !due || now < shown.not_before || (paused && level > before) {
+        // That acts are not paused any more is a change.
+        if paused && level > before {
+            return None;
+        }
+        let from = from.max(shown.not_before);
+        if now < from {
+            self.again = Some(self.again.map_or(from, |again| again.min(from)));
             return None;
         }
         match self.signals.write(&pod.kubelet_uid, &pressure(wanted, wall)) {
@@ -86,7 +106,9 @@ impl Acts {
                 self.written += 1;
             }
             Err(error) => {
-                shown.not_before = now.plus(AGAIN_AFTER);
+                let from = now.plus(AGAIN_AFTER);
+                shown.not_before = from;
+                self.again = Some(self.again.map_or(from, |again| again.min(from)));
                 self.failed += 1;
                 // A volume that is not there yet is no fault: the pod is being started.
                 if !matches!(error, SignalError::NoVolume) {
@@ -224,5 +246,20 @@ mod tests {
         assert_eq!(bench.acts.failed, 1);
         bench.show(Some(Level::Warning), false, 5_000);
         assert_eq!(bench.acts.failed, 2);
+    }
+
+    #[test]
+    fn what_is_due_without_a_change_is_known_and_nothing_else_needs_a_look() {
+        let mut bench = Bench::new();
+        let due = |bench: &Bench, now| bench.acts.is_due(Millis(now));
+        assert!(!due(&bench, 0), "nothing is known of any pod");
+        bench.show(None, false, 600);
+        assert!(!due(&bench, 30_499) && due(&bench, 30_500), "an older file may be there");
+        bench.acts.begin();
+        bench.show(None, false, 30_500);
+        assert!(!due(&bench, u64::MAX), "it is cleared");
+        std::fs::remove_dir_all(bench.root.path().join("pods")).unwrap();
+        bench.show(Some(Level::Warning), false, 31_000);
+        assert!(!due(&bench, 35_999) && due(&bench, 36_000), "it could not be written");
     }
 }

@@ -72,9 +72,20 @@ struct Known {
     last_asked: u64,
 }
 
+/// What `/proc` says of a process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Identity {
+    /// Whose it is.
+    pub(crate) owner: Owner,
+    /// Its command name, which is what it says of itself.
+    pub(crate) comm: Box<str>,
+    /// When it started, in clock ticks since boot.
+    pub(crate) start_ticks: u64,
+}
+
 /// Why nothing is known of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Missing {
+pub(crate) enum Missing {
     /// There is no such process, or only its remains.
     Gone,
     /// It could not be read.
@@ -172,27 +183,8 @@ impl Attributor {
         // The pidfd first: if it has not ended afterwards, what was read in between is of the
         // process that the pidfd stands for.
         let pidfd = self.watch(pid);
-        let alive = || read_stat(&self.proc_root, pid).and_then(Stat::alive);
-        let before = alive()?;
-        let process = self.proc_root.join(pid.to_string());
-        let cgroup = if before.leader_ended {
-            of_a_live_thread(&process)?
-        } else {
-            fs::read_to_string(process.join("cgroup"))?
-        };
-        let stat = alive()?;
-        if stat.start_ticks != before.start_ticks {
-            return Err(Missing::Gone);
-        }
-        let owner = cgroup::owner(&cgroup).map_or(Owner::Foreign, |owner| Owner::Pod(Arc::new(owner)));
-        Ok(Known {
-            owner,
-            comm: stat.comm,
-            start_ticks: stat.start_ticks,
-            pidfd,
-            ended: None,
-            last_asked: self.sample,
-        })
+        let Identity { owner, comm, start_ticks } = identify(&self.proc_root, pid)?;
+        Ok(Known { owner, comm, start_ticks, pidfd, ended: None, last_asked: self.sample })
     }
 
     /// A pidfd whose end shows in `exits`.
@@ -202,6 +194,25 @@ impl Attributor {
         epoll::add(exits, &pidfd, EventData::new_u64(pid.into()), EventFlags::IN).ok()?;
         Some(pidfd)
     }
+}
+
+/// Reads what there is to know of a live process. It is of one process; of which, the caller can tell
+/// by a pidfd that it opened before and that has not ended after.
+pub(crate) fn identify(proc_root: &Path, pid: u32) -> Result<Identity, Missing> {
+    let alive = || read_stat(proc_root, pid).and_then(Stat::alive);
+    let before = alive()?;
+    let process = proc_root.join(pid.to_string());
+    let cgroup = if before.leader_ended {
+        of_a_live_thread(&process)?
+    } else {
+        fs::read_to_string(process.join("cgroup"))?
+    };
+    let stat = alive()?;
+    if stat.start_ticks != before.start_ticks {
+        return Err(Missing::Gone);
+    }
+    let owner = cgroup::owner(&cgroup).map_or(Owner::Foreign, |owner| Owner::Pod(Arc::new(owner)));
+    Ok(Identity { owner, comm: stat.comm, start_ticks: stat.start_ticks })
 }
 
 const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };

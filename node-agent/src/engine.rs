@@ -62,6 +62,8 @@ pub(crate) struct Engine {
     cache: Cache,
     binds: bool,
     stale: bool,
+    /// What pods are to be shown may have changed since all of them were looked at.
+    restless: bool,
     ruled: Millis,
     evidence: Evidence,
     watch: Option<Watch>,
@@ -109,6 +111,7 @@ impl Engine {
             cache,
             binds: false,
             stale: true,
+            restless: true,
             ruled: Millis::default(),
             evidence: Evidence::default(),
             watch: None,
@@ -167,6 +170,7 @@ impl Engine {
 
     fn let_go(&mut self, watch: Watch) {
         self.devices.clear();
+        self.restless = true;
         self.watch = Some(watch);
         self.last_pass = None;
         self.measured = None;
@@ -182,6 +186,8 @@ impl Engine {
         self.heard();
         let (now, wall) = self.now();
         let plan = matches!(change, WorldChange::Plan(_));
+        // A pod, or one of the switches that pause acts.
+        self.restless |= !matches!(change, WorldChange::Incident(_));
         let effect = self.world.apply(change, now);
         self.stale |= effect.rules;
         for pod in effect.malformed {
@@ -287,7 +293,7 @@ impl Engine {
                     error!(device = device.label, "the driver does not answer");
                 }
                 device.unresponsive();
-                rules.step(&device.ledger, now);
+                self.restless |= !rules.step(&device.ledger, now).is_empty();
             }
         }
         self.check_plan(now);
@@ -307,6 +313,7 @@ impl Engine {
     /// Whether there is a plan that binds.
     fn check_plan(&mut self, now: Millis) {
         let binds = self.plan.as_ref().is_some_and(|plan| plan.binds(now));
+        self.restless |= binds != self.binds;
         if std::mem::replace(&mut self.binds, binds) && !binds {
             warn!("no plan binds any more: measuring only");
         }
@@ -334,6 +341,7 @@ impl Engine {
     /// Looks up anew what holds for whom.
     fn rule(&mut self, now: Millis) {
         self.stale = false;
+        self.restless = true;
         self.ruled = now;
         let place = Place {
             plan: self.plan.as_ref().map(|plan| &plan.spec),
@@ -386,9 +394,11 @@ impl Engine {
         });
         if new {
             *rules = Rules::of(device, place, rules);
+            self.restless = true;
         }
         let mut urgent = device.fault != fault;
         for change in rules.step(&device.ledger, now) {
+            self.restless = true;
             match change {
                 Change::Level(mode, transition) => {
                     urgent = true;
@@ -429,8 +439,13 @@ impl Engine {
         self.episodes.step(&self.devices, &self.world, moment, &mut self.submit);
     }
 
-    /// Shows every pod that opted in what it ought to see.
+    /// Shows every pod that opted in what it ought to see. What that is follows from states, not from
+    /// bytes: without a change of any there is nothing to look for.
     fn signal(&mut self, now: Millis, wall: Timestamp) {
+        if !std::mem::take(&mut self.restless) && !self.acts.is_due(now) {
+            return;
+        }
+        self.acts.begin();
         let mut wanted: BTreeMap<&Arc<str>, (&Arc<Pod>, Option<Wanted>)> = BTreeMap::new();
         for (device, rules) in &self.devices {
             for tenant in rules.tenants.iter().filter(|tenant| tenant.pod.facts.signal_volume) {

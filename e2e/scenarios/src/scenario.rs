@@ -24,7 +24,7 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-use crate::{NODE, SYSTEM, Samples, TIMEOUT, metrics};
+use crate::{NODE, SYSTEM, Samples, TIMEOUT, deployment, metrics, policy};
 
 /// Marks the namespaces of scenarios.
 const LABEL: &str = "highwater.dev/scenario";
@@ -217,6 +217,18 @@ impl Scenario {
             Err(anyhow!("{type_} is {}/{}: {}", condition.status, condition.reason, condition.message))
         })
         .await
+    }
+
+    /// Applies a policy with this spec, and waits until the node's agent follows it.
+    pub async fn program(&self, name: &str, spec: Value) -> Result<()> {
+        self.apply(&policy(name, spec)).await?;
+        self.programmed(name).await
+    }
+
+    /// Applies a model server that follows a script, and waits until its pod runs.
+    pub async fn start(&self, name: &str, script: &str) -> Result<Pod> {
+        self.apply(&deployment(name, script)).await?;
+        self.running(name).await
     }
 
     /// Waits until the policy is programmed and the node's agent follows that plan.

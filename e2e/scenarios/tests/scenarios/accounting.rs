@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use highwater_crds::{DecisionState, DeviceFault, GpuMemoryNode};
 use highwater_e2e::{eventually, never};
-use highwater_scenarios::{GI, MI, NODE, Samples, Scenario, TIMEOUT, deployment, enforce, policy, scenario};
+use highwater_scenarios::{GI, MI, NODE, Samples, Scenario, TIMEOUT, deployment, enforce, scenario};
 use k8s_openapi::api::core::v1::Pod;
 use kube::{Api, ResourceExt as _, api::DeleteParams};
 use serde_json::json;
@@ -96,8 +96,7 @@ fn memory_that_no_process_explains_is_unexplained_and_never_acted_on() -> Result
 #[test]
 fn managed_memory_is_unexplained_and_not_the_pods_breach() -> Result<()> {
     scenario("managed", async |s| {
-        s.apply(&policy("managed", enforce(&s.namespace, "16Gi"))).await?;
-        s.programmed("managed").await?;
+        s.program("managed", enforce(&s.namespace, "16Gi")).await?;
         s.apply(&deployment("managed", "context; managed 20Gi; touch; serve")).await?;
         let pod = s.running("managed").await?;
         let device = s.device_of(&pod).await?;
@@ -114,8 +113,7 @@ fn managed_memory_is_unexplained_and_not_the_pods_breach() -> Result<()> {
 #[test]
 fn a_number_that_the_driver_does_not_give_is_missing_and_not_zero() -> Result<()> {
     scenario("missing", async |s| {
-        s.apply(&policy("missing", enforce(&s.namespace, "16Gi"))).await?;
-        s.programmed("missing").await?;
+        s.program("missing", enforce(&s.namespace, "16Gi")).await?;
         s.apply(&deployment("server", "context; alloc 4Gi; serve")).await?;
         let pod = s.running("server").await?;
         let name = pod.name_any();
@@ -165,8 +163,7 @@ fn a16_the_drivers_reserve_is_not_promised_to_anybody() -> Result<()> {
     scenario("a16-reserve", async |s| {
         let mut spec = enforce(&s.namespace, "16Gi");
         spec["pool"] = json!({"driverReserve": {"percent": 10, "minSize": "256Mi"}});
-        s.apply(&policy("a16", spec)).await?;
-        s.programmed("a16").await?;
+        s.program("a16", spec).await?;
         let capacity =
             s.metric("highwater_device_capacity_bytes", &[("device", "0")], |c| c.is_some()).await?;
         let tenth = capacity.map(|capacity| capacity / 10);
@@ -213,8 +210,7 @@ async fn blamed_for_nothing(s: &Scenario, name: &str) -> Result<(Pod, String)> {
         "scope": "Device",
         "emergency": {"tripPercent": 95, "clearPercent": 90, "holdMilliseconds": 0, "actions": [{"type": "Restart"}]},
     }]);
-    s.apply(&policy(name, spec)).await?;
-    s.programmed(name).await?;
+    s.program(name, spec).await?;
     s.apply(&deployment("innocent", "context; alloc 4Gi; serve")).await?;
     let pod = s.running("innocent").await?;
     s.metric("highwater_pod_memory_used_bytes", &[("pod", &pod.name_any())], |used| used > Some(4 * GI))

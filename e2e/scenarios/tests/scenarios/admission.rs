@@ -144,8 +144,7 @@ fn a_policy_that_the_types_cannot_parse_does_not_stop_the_others() -> Result<()>
         };
         s.cluster.kubectl(["patch", "crd", crd, "--type=json", "-p", &replace(schema)]).await?;
         told?;
-        s.apply(&policy("sound", enforce(&s.namespace, "16Gi"))).await?;
-        s.programmed("sound").await?;
+        s.program("sound", enforce(&s.namespace, "16Gi")).await?;
         s.apply(&deployment("over", "context; alloc 20Gi; serve")).await?;
         let pod = s.running("over").await?;
         s.incident(&pod, highwater_crds::DecisionState::Succeeded, "MemoryReturned").await?;
@@ -169,8 +168,7 @@ async fn said_to_be_invalid(s: &Scenario, name: &str) -> Result<()> {
 #[test]
 fn a_malformed_pod_annotation_is_an_event_and_the_quota_holds() -> Result<()> {
     scenario("annotation", async |s| {
-        s.apply(&policy("annotation", enforce(&s.namespace, "16Gi"))).await?;
-        s.programmed("annotation").await?;
+        s.program("annotation", enforce(&s.namespace, "16Gi")).await?;
         let server =
             ModelServer::new("over", "context; alloc 20Gi; serve").annotation("highwater.dev/limit", "a lot");
         s.apply(&server.deployment()).await?;
@@ -184,8 +182,7 @@ fn a_malformed_pod_annotation_is_an_event_and_the_quota_holds() -> Result<()> {
 #[test]
 fn an_annotation_lowers_a_limit_and_never_raises_it() -> Result<()> {
     scenario("annotation-limit", async |s| {
-        s.apply(&policy("annotation-limit", enforce(&s.namespace, "16Gi"))).await?;
-        s.programmed("annotation-limit").await?;
+        s.program("annotation-limit", enforce(&s.namespace, "16Gi")).await?;
         let limits = BTreeMap::from([("lower", ("4Gi", 4i64)), ("raise", ("64Gi", 16))]);
         for (name, (annotation, _)) in &limits {
             let server = ModelServer::new(name, "context; alloc 1Gi; serve")

@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 use highwater_crds::DecisionState;
-use highwater_scenarios::{ModelServer, deployment, enforce, policy, scenario};
+use highwater_scenarios::{ModelServer, deployment, enforce, scenario};
 use k8s_openapi::api::core::v1::Pod;
 use kube::{ResourceExt as _, api::DeleteParams};
 use serde_json::{Value, json};
@@ -22,10 +22,8 @@ fn an_owner_kind_that_is_not_listed_is_left_alone() -> Result<()> {
     scenario("owner-kind", async |s| {
         let mut spec = enforce(&s.namespace, "16Gi");
         spec["remediation"]["victims"] = json!({"ownerKinds": ["StatefulSet"]});
-        s.apply(&policy("owner-kind", spec)).await?;
-        s.programmed("owner-kind").await?;
-        s.apply(&deployment("over", OVER)).await?;
-        let pod = s.running("over").await?;
+        s.program("owner-kind", spec).await?;
+        let pod = s.start("over", OVER).await?;
         let incident = s.incident(&pod, DecisionState::Suppressed, "OwnerKindNotListed").await?;
         let decision = incident.status.and_then(|status| status.decision).context("a decision")?;
         ensure!(decision.message.contains("ReplicaSet"), "{}", decision.message);
@@ -36,8 +34,7 @@ fn an_owner_kind_that_is_not_listed_is_left_alone() -> Result<()> {
 #[test]
 fn a_bare_pod_is_never_evicted() -> Result<()> {
     scenario("bare-pod", async |s| {
-        s.apply(&policy("bare-pod", enforce(&s.namespace, "16Gi"))).await?;
-        s.programmed("bare-pod").await?;
+        s.program("bare-pod", enforce(&s.namespace, "16Gi")).await?;
         s.apply(&ModelServer::new("bare", OVER).bare_pod()).await?;
         let pod = s.running("bare").await?;
         s.incident(&pod, DecisionState::Suppressed, "NoOwner").await?;
@@ -53,8 +50,7 @@ fn nobody_over_due_ends_without_a_culprit() -> Result<()> {
             "scope": "Device",
             "emergency": {"tripPercent": 50, "clearPercent": 40, "holdMilliseconds": 0, "actions": [{"type": "Restart"}]},
         }]);
-        s.apply(&policy("no-culprit", spec)).await?;
-        s.programmed("no-culprit").await?;
+        s.program("no-culprit", spec).await?;
         s.apply(&deployment("within", "context; alloc 50Gi; serve")).await?;
         let pod = s.running("within").await?;
         let incident =
@@ -74,8 +70,7 @@ fn with_lowest_priority_the_least_important_pod_goes_when_nobody_is_over() -> Re
             "emergency": {"tripPercent": 75, "clearPercent": 60, "holdMilliseconds": 0, "actions": [{"type": "Restart", "restart": {"gracePeriodSeconds": 0}}]},
             "whenNobodyIsOver": "LowestPriority",
         }]);
-        s.apply(&policy("lowest-priority", spec)).await?;
-        s.programmed("lowest-priority").await?;
+        s.program("lowest-priority", spec).await?;
         let mut important = deployment("important", "context; alloc 30Gi; serve");
         important["spec"]["template"]["spec"]["priorityClassName"] = json!("important");
         s.apply(&important).await?;
@@ -90,15 +85,13 @@ fn with_lowest_priority_the_least_important_pod_goes_when_nobody_is_over() -> Re
 #[test]
 fn d01_memory_that_fell_before_the_act_cancels_it() -> Result<()> {
     scenario("d01-recovered", async |s| {
-        s.apply(&policy("d01", waiting(&s.namespace))).await?;
-        s.programmed("d01").await?;
+        s.program("d01", waiting(&s.namespace)).await?;
         s.apply(&deployment("spiky", "context; alloc 20Gi; hold 12s; free; alloc 2Gi; serve")).await?;
         let pod = s.running("spiky").await?;
         s.incident(&pod, DecisionState::Proposed, "BudgetExhausted").await?;
         s.incident(&pod, DecisionState::Cancelled, "Recovered").await?;
         // A budget that frees up afterwards changes nothing: the reason for the act is gone.
-        s.apply(&policy("d01", enforce(&s.namespace, "16Gi"))).await?;
-        s.programmed("d01").await?;
+        s.program("d01", enforce(&s.namespace, "16Gi")).await?;
         s.untouched(&pod).await
     })
 }
@@ -106,8 +99,7 @@ fn d01_memory_that_fell_before_the_act_cancels_it() -> Result<()> {
 #[test]
 fn a_pod_that_is_gone_or_replaced_before_the_act_cancels_it() -> Result<()> {
     scenario("pod-gone", async |s| {
-        s.apply(&policy("pod-gone", waiting(&s.namespace))).await?;
-        s.programmed("pod-gone").await?;
+        s.program("pod-gone", waiting(&s.namespace)).await?;
         s.apply(&ModelServer::new("over", OVER).deployment()).await?;
         let pod = s.running("over").await?;
         s.incident(&pod, DecisionState::Proposed, "BudgetExhausted").await?;
@@ -145,10 +137,8 @@ fn a_pod_that_is_gone_or_replaced_before_the_act_cancels_it() -> Result<()> {
 #[test]
 fn a_namespace_that_is_not_selected_is_never_acted_on() -> Result<()> {
     scenario("not-selected", async |s| {
-        s.apply(&policy("not-selected", enforce("default", "16Gi"))).await?;
-        s.programmed("not-selected").await?;
-        s.apply(&deployment("over", OVER)).await?;
-        let pod = s.running("over").await?;
+        s.program("not-selected", enforce("default", "16Gi")).await?;
+        let pod = s.start("over", OVER).await?;
         highwater_e2e::never(
             "an incident about a pod that no policy selects",
             std::time::Duration::from_secs(4),

@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 use highwater_crds::names;
 use highwater_e2e::eventually;
-use highwater_scenarios::{NODE, Scenario, TIMEOUT, deployment, enforce, policy, scenario};
+use highwater_scenarios::{NODE, Scenario, TIMEOUT, deployment, enforce, scenario};
 use k8s_openapi::api::core::v1::{Node, Taint};
 use kube::{Api, api::DeleteParams};
 use serde_json::{Value, json};
@@ -21,8 +21,7 @@ fn freezing(namespace: &str, when: &str) -> Value {
 #[test]
 fn freeze_taints_the_node_and_lets_go_when_memory_falls() -> Result<()> {
     scenario("freeze", async |s| {
-        s.apply(&policy("freeze", freezing(&s.namespace, "AnyDevice"))).await?;
-        s.programmed("freeze").await?;
+        s.program("freeze", freezing(&s.namespace, "AnyDevice")).await?;
         s.apply(&deployment("full", "context; alloc 40Gi; hold")).await?;
         s.running("full").await?;
         let taint = tainted(s).await?;
@@ -35,8 +34,7 @@ fn freeze_taints_the_node_and_lets_go_when_memory_falls() -> Result<()> {
 #[test]
 fn freeze_waits_for_all_devices_unless_the_policy_says_otherwise() -> Result<()> {
     scenario("freeze-all", async |s| {
-        s.apply(&policy("freeze-all", freezing(&s.namespace, "AllDevices"))).await?;
-        s.programmed("freeze-all").await?;
+        s.program("freeze-all", freezing(&s.namespace, "AllDevices")).await?;
         s.apply(&deployment("full", "context; alloc 40Gi; hold")).await?;
         let full = s.running("full").await?;
         let device = s.device_of(&full).await?;
@@ -56,8 +54,7 @@ fn freeze_waits_for_all_devices_unless_the_policy_says_otherwise() -> Result<()>
 #[test]
 fn deleting_the_policy_undoes_its_taint() -> Result<()> {
     scenario("freeze-undone", async |s| {
-        s.apply(&policy("freeze-undone", freezing(&s.namespace, "AnyDevice"))).await?;
-        s.programmed("freeze-undone").await?;
+        s.program("freeze-undone", freezing(&s.namespace, "AnyDevice")).await?;
         s.apply(&deployment("full", "context; alloc 40Gi; hold")).await?;
         s.running("full").await?;
         tainted(s).await?;
@@ -70,8 +67,7 @@ fn deleting_the_policy_undoes_its_taint() -> Result<()> {
 fn uninstall_undoes_our_taint_and_touches_no_other() -> Result<()> {
     scenario("uninstall", async |s| {
         let nodes: Api<Node> = Api::all(s.client.clone());
-        s.apply(&policy("uninstall", freezing(&s.namespace, "AnyDevice"))).await?;
-        s.programmed("uninstall").await?;
+        s.program("uninstall", freezing(&s.namespace, "AnyDevice")).await?;
         s.apply(&deployment("full", "context; alloc 40Gi; hold")).await?;
         s.running("full").await?;
         tainted(s).await?;

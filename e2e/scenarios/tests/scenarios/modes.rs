@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use highwater_crds::{DecisionState, Mode};
 use highwater_e2e::eventually;
-use highwater_scenarios::{GI, NODE, TIMEOUT, deployment, enforce, policy, scenario};
+use highwater_scenarios::{GI, NODE, TIMEOUT, enforce, policy, scenario};
 use kube::ResourceExt as _;
 use serde_json::json;
 
@@ -16,10 +16,8 @@ fn observe_only_measures() -> Result<()> {
     scenario("observe", async |s| {
         let mut spec = enforce(&s.namespace, "16Gi");
         spec["mode"] = json!("Observe");
-        s.apply(&policy("observe", spec)).await?;
-        s.programmed("observe").await?;
-        s.apply(&deployment("over", OVER)).await?;
-        let pod = s.running("over").await?;
+        s.program("observe", spec).await?;
+        let pod = s.start("over", OVER).await?;
         let name = pod.name_any();
         let labels = [("namespace", s.namespace.as_str()), ("pod", name.as_str())];
         s.metric("highwater_pod_memory_used_bytes", &labels, |used| used > Some(20 * GI)).await?;
@@ -40,10 +38,8 @@ fn dry_run_says_what_it_would_do_and_never_acts() -> Result<()> {
     scenario("dry-run", async |s| {
         let mut spec = enforce(&s.namespace, "16Gi");
         spec["mode"] = json!("DryRun");
-        s.apply(&policy("dry-run", spec)).await?;
-        s.programmed("dry-run").await?;
-        s.apply(&deployment("over", OVER)).await?;
-        let pod = s.running("over").await?;
+        s.program("dry-run", spec).await?;
+        let pod = s.start("over", OVER).await?;
         let incident = s.incident(&pod, DecisionState::Suppressed, "DryRun").await?;
         ensure!(incident.spec.mode == Mode::DryRun);
         let decision = incident.status.and_then(|status| status.decision).context("a decision")?;
@@ -80,11 +76,9 @@ fn an_observe_policy_of_higher_priority_does_not_bind_an_enforced_one() -> Resul
         observe["mode"] = json!("Observe");
         observe["priority"] = json!(900);
         s.apply(&policy("watching", observe)).await?;
-        s.apply(&policy("binding", enforce(&s.namespace, "16Gi"))).await?;
-        s.programmed("binding").await?;
+        s.program("binding", enforce(&s.namespace, "16Gi")).await?;
         s.programmed("watching").await?;
-        s.apply(&deployment("over", OVER)).await?;
-        let pod = s.running("over").await?;
+        let pod = s.start("over", OVER).await?;
         let incident = s.incident(&pod, DecisionState::Succeeded, "MemoryReturned").await?;
         ensure!(incident.spec.policy == "binding");
         Ok(())
@@ -94,10 +88,8 @@ fn an_observe_policy_of_higher_priority_does_not_bind_an_enforced_one() -> Resul
 #[test]
 fn l09_a_changed_quota_holds_without_a_restart() -> Result<()> {
     scenario("l09-live-quota", async |s| {
-        s.apply(&policy("l09", enforce(&s.namespace, "40Gi"))).await?;
-        s.programmed("l09").await?;
-        s.apply(&deployment("steady", OVER)).await?;
-        let pod = s.running("steady").await?;
+        s.program("l09", enforce(&s.namespace, "40Gi")).await?;
+        let pod = s.start("steady", OVER).await?;
         let name = pod.name_any();
         let labels = [("namespace", s.namespace.as_str()), ("pod", name.as_str())];
         s.metric("highwater_pod_memory_limit_bytes", &labels, |limit| limit == Some(40 * GI)).await?;
@@ -115,10 +107,8 @@ fn deleting_a_policy_leaves_nothing_that_acts() -> Result<()> {
         // No token, so that the incident waits.
         spec["remediation"]["budget"]["rates"] =
             json!([{"scope": "Fleet", "maxActions": 0, "windowMinutes": 60}]);
-        s.apply(&policy("deleted", spec)).await?;
-        s.programmed("deleted").await?;
-        s.apply(&deployment("over", OVER)).await?;
-        let pod = s.running("over").await?;
+        s.program("deleted", spec).await?;
+        let pod = s.start("over", OVER).await?;
         s.incident(&pod, DecisionState::Proposed, "BudgetExhausted").await?;
         s.delete_policy("deleted").await?;
         s.incident(&pod, DecisionState::Cancelled, "PolicyDeleted").await?;

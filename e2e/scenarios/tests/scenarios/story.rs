@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 use highwater_crds::{ActionType, DecisionState, IncidentKind, Mode};
-use highwater_scenarios::{GI, ModelServer, NODE, Scenario, deployment, enforce, policy, scenario};
+use highwater_scenarios::{GI, ModelServer, NODE, Scenario, deployment, enforce, scenario};
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 use serde_json::json;
@@ -13,12 +13,9 @@ const HOG: &str = "ignore-sigterm; context; alloc 6Gi; hold 3s; grow 4Gi/s to 30
 #[test]
 fn b16_the_hog_is_restarted_and_the_neighbour_never_notices() -> Result<()> {
     scenario("b16-hog", async |s| {
-        s.apply(&policy("b16", enforce(&s.namespace, "16Gi"))).await?;
-        s.programmed("b16").await?;
-        s.apply(&deployment("quiet", QUIET)).await?;
-        let quiet = s.running("quiet").await?;
-        s.apply(&deployment("hog", HOG)).await?;
-        let hog = s.running("hog").await?;
+        s.program("b16", enforce(&s.namespace, "16Gi")).await?;
+        let quiet = s.start("quiet", QUIET).await?;
+        let hog = s.start("hog", HOG).await?;
 
         let incident = s.incident(&hog, DecisionState::Succeeded, "MemoryReturned").await?;
         ensure!(incident.spec.kind == IncidentKind::QuotaBreach && incident.spec.mode == Mode::Enforce);
@@ -51,10 +48,8 @@ fn b16_the_hog_is_restarted_and_the_neighbour_never_notices() -> Result<()> {
 #[test]
 fn d16_a_workload_that_breaches_again_is_not_restarted_beyond_its_rate() -> Result<()> {
     scenario("d16-rate", async |s| {
-        s.apply(&policy("d16", enforce(&s.namespace, "16Gi"))).await?;
-        s.programmed("d16").await?;
-        s.apply(&deployment("hog", HOG)).await?;
-        let first = s.running("hog").await?;
+        s.program("d16", enforce(&s.namespace, "16Gi")).await?;
+        let first = s.start("hog", HOG).await?;
         s.incident(&first, DecisionState::Succeeded, "MemoryReturned").await?;
         let second = s.running_other_than("hog", first.uid().as_deref()).await?;
         let waiting = s.incident(&second, DecisionState::Proposed, "BudgetExhausted").await?;
@@ -77,8 +72,7 @@ fn l08_an_emergency_provably_fires() -> Result<()> {
             "emergency": {"tripPercent": 80, "clearPercent": 75, "holdMilliseconds": 0,
                           "actions": [{"type": "Restart", "restart": {"gracePeriodSeconds": 0}}]},
         }]);
-        s.apply(&policy("l08", spec)).await?;
-        s.programmed("l08").await?;
+        s.program("l08", spec).await?;
         // Larger, but within its guarantee: not the one to go.
         s.apply(&deployment("owed", "context; alloc 28Gi; serve")).await?;
         let owed = s.running("owed").await?;
@@ -98,8 +92,7 @@ fn l08_an_emergency_provably_fires() -> Result<()> {
 #[test]
 fn b14_two_processes_of_a_pod_are_one_sum_and_acted_on() -> Result<()> {
     scenario("b14-sum", async |s| {
-        s.apply(&policy("b14", enforce(&s.namespace, "8Gi"))).await?;
-        s.programmed("b14").await?;
+        s.program("b14", enforce(&s.namespace, "8Gi")).await?;
         // Each is within the limit; together they are not.
         s.apply(&deployment("forks", "fork 2 { context; alloc 6Gi; hold }; hold")).await?;
         let pod = s.running("forks").await?;
@@ -128,8 +121,7 @@ grep -q "$nested" /proc/$pid/cgroup
 #[test]
 fn b04_a_container_nested_in_a_pod_is_charged_to_that_pod() -> Result<()> {
     scenario("b04-nested", async |s| {
-        s.apply(&policy("b04", enforce(&s.namespace, "8Gi"))).await?;
-        s.programmed("b04").await?;
+        s.program("b04", enforce(&s.namespace, "8Gi")).await?;
         s.apply(&deployment("outer", "hold 6s; context; alloc 12Gi; hold")).await?;
         let pod = s.running("outer").await?;
         let uid = pod.uid().context("no UID")?;
@@ -149,8 +141,7 @@ fn b17_a_context_counts_towards_the_quota() -> Result<()> {
     scenario("b17-context", async |s| {
         let mut spec = enforce(&s.namespace, "512Mi");
         spec["quota"]["breach"]["tolerance"] = json!("1Mi");
-        s.apply(&policy("b17", spec)).await?;
-        s.programmed("b17").await?;
+        s.program("b17", spec).await?;
         s.apply(&deployment("small", "context; hold")).await?;
         let pod = s.running("small").await?;
         s.incident(&pod, DecisionState::Succeeded, "MemoryReturned").await?;
@@ -163,8 +154,7 @@ fn b12_a_pod_that_ignores_its_share_is_stopped_not_its_neighbour() -> Result<()>
     scenario("b12-share", async |s| {
         let mut spec = enforce(&s.namespace, "20Gi");
         spec["quota"]["rules"] = json!([{"name": "small", "pods": {"matchLabels": {"tier": "small"}}, "guarantee": "2Gi", "limit": "2Gi"}]);
-        s.apply(&policy("b12", spec)).await?;
-        s.programmed("b12").await?;
+        s.program("b12", spec).await?;
         s.apply(&deployment("keeps", "context; alloc 16Gi; serve")).await?;
         let keeps = s.running("keeps").await?;
         s.apply(
@@ -190,8 +180,7 @@ fn d13_no_second_act_before_the_memory_of_the_first_is_back() -> Result<()> {
         let mut spec = enforce(&s.namespace, "10Gi");
         spec["quota"]["breach"]["actions"] =
             json!([{"type": "Restart", "restart": {"gracePeriodSeconds": 6}}]);
-        s.apply(&policy("d13", spec)).await?;
-        s.programmed("d13").await?;
+        s.program("d13", spec).await?;
         // Both ignore SIGTERM, so that the first is gone only after its whole grace period.
         let script = "ignore-sigterm; context; alloc 14Gi; hold";
         s.apply(&deployment("one", script)).await?;

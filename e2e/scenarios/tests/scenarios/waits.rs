@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 use highwater_crds::DecisionState;
-use highwater_scenarios::{NODE, SYSTEM, deployment, enforce, policy, scenario};
+use highwater_scenarios::{NODE, SYSTEM, enforce, policy, scenario};
 use kube::{ResourceExt as _, api::DeleteParams};
 use serde_json::json;
 
@@ -16,10 +16,8 @@ fn a_pdb_that_forbids_it_is_waited_for_and_named() -> Result<()> {
             "spec": {"minAvailable": 1, "selector": {"matchLabels": {"app": "over"}}},
         }))
         .await?;
-        s.apply(&policy("pdb", enforce(&s.namespace, "16Gi"))).await?;
-        s.programmed("pdb").await?;
-        s.apply(&deployment("over", OVER)).await?;
-        let pod = s.running("over").await?;
+        s.program("pdb", enforce(&s.namespace, "16Gi")).await?;
+        let pod = s.start("over", OVER).await?;
         let incident = s.incident(&pod, DecisionState::Proposed, "DisruptionBudget").await?;
         let decision = incident.status.and_then(|status| status.decision).context("a decision")?;
         ensure!(
@@ -42,10 +40,8 @@ fn an_exhausted_budget_is_waited_for_and_a_raised_one_is_used() -> Result<()> {
         let mut spec = enforce(&s.namespace, "16Gi");
         spec["remediation"]["budget"]["rates"] =
             json!([{"scope": "Policy", "maxActions": 0, "windowMinutes": 60}]);
-        s.apply(&policy("budget", spec.clone())).await?;
-        s.programmed("budget").await?;
-        s.apply(&deployment("over", OVER)).await?;
-        let pod = s.running("over").await?;
+        s.program("budget", spec.clone()).await?;
+        let pod = s.start("over", OVER).await?;
         s.incident(&pod, DecisionState::Proposed, "BudgetExhausted").await?;
         s.untouched(&pod).await?;
         spec["remediation"]["budget"]["rates"] =
@@ -61,10 +57,8 @@ fn paused_stops_new_acts_wherever_it_is_set() -> Result<()> {
     scenario("paused", async |s| {
         s.pause_namespace(SYSTEM, true).await?;
         let result = async {
-            s.apply(&policy("paused", enforce(&s.namespace, "16Gi"))).await?;
-            s.programmed("paused").await?;
-            s.apply(&deployment("over", OVER)).await?;
-            let pod = s.running("over").await?;
+            s.program("paused", enforce(&s.namespace, "16Gi")).await?;
+            let pod = s.start("over", OVER).await?;
             s.incident(&pod, DecisionState::Proposed, "Paused").await?;
             // Handing the pause from one place to the next, no act slips through.
             s.pause_node(NODE, true).await?;
@@ -105,8 +99,7 @@ fn max_unavailable_counts_pods_that_are_down_for_other_reasons() -> Result<()> {
         let mut spec = enforce(&s.namespace, "16Gi");
         spec["quota"]["rules"] =
             json!([{"name": "r", "pods": {"matchLabels": {"app": "pair"}}, "limit": "16Gi"}]);
-        s.apply(&policy("max-unavailable", spec)).await?;
-        s.programmed("max-unavailable").await?;
+        s.program("max-unavailable", spec).await?;
         // Of two replicas the one that asks for a place that no node has stays Pending.
         let mut pair = highwater_scenarios::ModelServer::new("pair", OVER).replicas(2).deployment();
         pair["spec"]["template"]["spec"]["affinity"] = json!({"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
