@@ -17,6 +17,10 @@ const CUDA: &str = "libcuda.so.1";
 const COMPILERS: [&str; 2] = ["libnvidia-ptxjitcompiler.so.1", "libnvidia-nvvm.so.4"];
 /// Device nodes that every container with a device needs, if the node has them.
 const COMMON_NODES: [&str; 3] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"];
+/// Stand-ins for device nodes, in the simulated driver's directory.
+const STAND_INS: &str = "dev";
+/// Those of them that every container with a device needs.
+const COMMON_STAND_INS: [&str; 2] = ["nvidiactl", "nvidia-uvm"];
 /// Says which devices are a container's.
 const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
 
@@ -24,7 +28,16 @@ const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
 #[derive(Debug, Clone)]
 pub(crate) struct Access {
     mounts: Vec<Mount>,
-    nodes: Option<Vec<String>>,
+    files: Files,
+}
+
+/// The device files of a container.
+#[derive(Debug, Clone)]
+enum Files {
+    /// Device nodes: those that every container needs, and one a device.
+    Nodes(Vec<String>),
+    /// Plain files in that directory, mounted where the nodes would be.
+    StandIns(PathBuf),
 }
 
 impl Access {
@@ -32,7 +45,7 @@ impl Access {
     pub(crate) fn simulated(libraries: &Path, socket_directory: &Path) -> Self {
         let library = |name| mount(&libraries.join(name), &in_container(name));
         let mounts = vec![library(CUDA), library(NVML), mount(socket_directory, Path::new("/run/gpusim"))];
-        Self { mounts, nodes: None }
+        Self { mounts, files: Files::StandIns(socket_directory.join(STAND_INS)) }
     }
 
     /// For the devices of this node.
@@ -48,25 +61,38 @@ impl Access {
             }
         }
         let nodes = COMMON_NODES.iter().filter(|node| Path::new(node).exists());
-        Ok(Self { mounts, nodes: Some(nodes.map(|node| (*node).to_owned()).collect()) })
+        Ok(Self { mounts, files: Files::Nodes(nodes.map(|node| (*node).to_owned()).collect()) })
     }
 
     /// What to give a container with these devices.
     pub(crate) fn response(&self, gpus: &[Gpu]) -> Result<ContainerAllocateResponse> {
         let uuids: Vec<&str> = gpus.iter().map(|gpu| gpu.uuid.as_str()).collect();
-        let mut devices = Vec::new();
-        if let Some(common) = &self.nodes {
-            devices.extend(common.iter().map(|node| device_node(node)));
-            for gpu in gpus {
-                match gpu.minor {
-                    Some(minor) => devices.push(device_node(&format!("/dev/nvidia{minor}"))),
-                    None => bail!("{} is a MIG instance: these are handed out in simulation only", gpu.uuid),
+        let (mut devices, mut mounts) = (Vec::new(), self.mounts.clone());
+        match &self.files {
+            Files::Nodes(common) => {
+                devices.extend(common.iter().map(|node| device_node(node)));
+                for gpu in gpus {
+                    match gpu.minor {
+                        Some(minor) => devices.push(device_node(&format!("/dev/nvidia{minor}"))),
+                        None => {
+                            bail!("{} is a MIG instance: these are handed out in simulation only", gpu.uuid)
+                        }
+                    }
                 }
+            }
+            Files::StandIns(directory) => {
+                let mut names: Vec<_> = COMMON_STAND_INS.iter().map(|name| (*name).to_owned()).collect();
+                names.extend(gpus.iter().filter_map(|gpu| gpu.file).map(|number| format!("nvidia{number}")));
+                names.sort_unstable();
+                names.dedup();
+                let files = names.iter().map(|name| (directory.join(name), Path::new("/dev").join(name)));
+                let present = files.filter(|(host, _)| host.is_file());
+                mounts.extend(present.map(|(host, container)| mount(&host, &container)));
             }
         }
         Ok(ContainerAllocateResponse {
             envs: HashMap::from([(VISIBLE_DEVICES.to_owned(), uuids.join(","))]),
-            mounts: self.mounts.clone(),
+            mounts,
             devices,
             ..ContainerAllocateResponse::default()
         })
@@ -118,7 +144,7 @@ mod tests {
     use super::*;
 
     fn gpu(uuid: &str, minor: Option<u32>) -> Gpu {
-        Gpu { uuid: uuid.into(), minor, healthy: true }
+        Gpu { uuid: uuid.into(), minor, file: minor, healthy: true }
     }
 
     #[test]
@@ -133,6 +159,22 @@ mod tests {
             ["/opt/gpusim/lib/libcuda.so.1", "/opt/gpusim/lib/libnvidia-ml.so.1", "/run/gpusim"]
         );
         assert!(response.mounts[0].container_path.ends_with("-linux-gnu/libcuda.so.1"));
+    }
+
+    #[test]
+    fn a_simulated_device_comes_with_the_files_that_stand_for_its_nodes() {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::create_dir(directory.path().join("dev")).unwrap();
+        for name in ["nvidiactl", "nvidia-uvm", "nvidia0", "nvidia1"] {
+            std::fs::write(directory.path().join("dev").join(name), "").unwrap();
+        }
+        let access = Access::simulated(Path::new("/opt/gpusim/lib"), directory.path());
+        let instance = |uuid: &str| Gpu { file: Some(1), ..gpu(uuid, None) };
+        let response =
+            access.response(&[instance("MIG-a"), instance("MIG-b"), gpu("GPU-c", Some(7))]).unwrap();
+        let mounts = response.mounts.iter().map(|mount| mount.container_path.as_str());
+        let files: Vec<_> = mounts.filter(|path| path.starts_with("/dev/")).collect();
+        assert_eq!(files, ["/dev/nvidia-uvm", "/dev/nvidia1", "/dev/nvidiactl"]);
     }
 
     #[test]

@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     fn gpu(uuid: &str, healthy: bool) -> Gpu {
-        Gpu { uuid: uuid.into(), minor: Some(0), healthy }
+        Gpu { uuid: uuid.into(), minor: Some(0), file: Some(0), healthy }
     }
 
     fn ids(units: &[&str]) -> Vec<String> {

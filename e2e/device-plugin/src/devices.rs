@@ -19,6 +19,8 @@ pub(crate) struct Gpu {
     pub(crate) uuid: String,
     /// Number of its device node; a MIG instance has none of its own.
     pub(crate) minor: Option<u32>,
+    /// Number of the device node of the GPU that it is, or is a part of.
+    pub(crate) file: Option<u32>,
     /// Whether it answers.
     pub(crate) healthy: bool,
 }
@@ -86,14 +88,15 @@ fn learn(device: &Device, known: &mut BTreeMap<String, Gpu>) -> Result<(), NvmlE
     let divided = device.mig_mode().is_ok_and(|mode| mode.current == 1);
     if !divided {
         let (uuid, minor) = (device.uuid()?, Some(device.minor_number()?));
-        known.entry(uuid.clone()).or_insert(Gpu { uuid, minor, healthy: true });
+        known.entry(uuid.clone()).or_insert(Gpu { uuid, minor, file: minor, healthy: true });
         return Ok(());
     }
+    let file = device.minor_number().ok();
     for index in 0..device.mig_device_count()? {
         match device.mig_device_by_index(index) {
             Ok(instance) => {
                 let uuid = instance.uuid()?;
-                known.entry(uuid.clone()).or_insert(Gpu { uuid, minor: None, healthy: true });
+                known.entry(uuid.clone()).or_insert(Gpu { uuid, minor: None, file, healthy: true });
             }
             Err(NvmlError::NotFound) => {}
             Err(error) => return Err(error),

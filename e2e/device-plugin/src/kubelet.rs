@@ -130,7 +130,7 @@ mod tests {
     }
 
     fn gpu(healthy: bool) -> Vec<Gpu> {
-        vec![Gpu { uuid: "GPU-a".into(), minor: Some(0), healthy }]
+        vec![Gpu { uuid: "GPU-a".into(), minor: Some(0), file: Some(0), healthy }]
     }
 
     #[tokio::test]

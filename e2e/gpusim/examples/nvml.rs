@@ -1,6 +1,12 @@
 //! Prints what NVML says about every device, as JSON: an independent reader, for the simulator
 //! and for real devices alike.
-#![allow(clippy::unwrap_used, reason = "a tool for tests: what is not there is an error anyway")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    reason = "a tool for tests: what is not there is an error anyway"
+)]
+
+use std::ffi::{CString, c_char, c_uint, c_void};
 
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::struct_wrappers::device::ProcessInfo;
@@ -10,6 +16,10 @@ use nvml_wrapper::{Device, Nvml, error::NvmlError};
 use serde_json::{Value, json};
 
 fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if arguments.first().is_some_and(|first| first == "limits") {
+        return println!("{}", limits(&arguments[1..]));
+    }
     let nvml = match Nvml::init() {
         Ok(nvml) => nvml,
         Err(error) => {
@@ -25,6 +35,41 @@ fn main() {
     let driver = nvml.sys_driver_version().unwrap();
     let cuda = nvml.sys_cuda_driver_version().unwrap();
     println!("{}", json!({ "driver": driver, "cuda": cuda, "devices": devices }));
+}
+
+/// `limits get INDEX CGROUP` and `limits set INDEX CGROUP SOFT HARD`: the code of the call, and what
+/// it says.
+fn limits(arguments: &[String]) -> Value {
+    #[repr(C)]
+    struct Limits {
+        namespace: *const c_char,
+        soft: u64,
+        hard: u64,
+        used: u64,
+    }
+    let (index, namespace) = (arguments[1].parse::<c_uint>().unwrap(), CString::new(&*arguments[2]).unwrap());
+    let number = |at: usize| arguments.get(at).map_or(0, |text| text.parse().unwrap());
+    let mut limits = Limits { namespace: namespace.as_ptr(), soft: number(3), hard: number(4), used: 0 };
+    // SAFETY: loading NVML has no conditions, and the types are those of nvml.h for these names.
+    let code = unsafe {
+        let nvml = libloading::Library::new("libnvidia-ml.so.1").unwrap();
+        nvml.get::<unsafe extern "C" fn() -> c_uint>(b"nvmlInit_v2").unwrap()();
+        let mut device = std::ptr::null_mut::<c_void>();
+        let find = b"nvmlDeviceGetHandleByIndex_v2";
+        nvml.get::<unsafe extern "C" fn(c_uint, *mut *mut c_void) -> c_uint>(find).unwrap()(
+            index,
+            &raw mut device,
+        );
+        let name: &[u8] = match &*arguments[0] {
+            "set" => b"nvmlDeviceSetMemoryLimits_v1",
+            _ => b"nvmlDeviceGetMemoryLimits_v1",
+        };
+        nvml.get::<unsafe extern "C" fn(*mut c_void, *mut Limits) -> c_uint>(name).unwrap()(
+            device,
+            &raw mut limits,
+        )
+    };
+    json!({ "code": code, "soft": limits.soft, "hard": limits.hard, "used": limits.used })
 }
 
 /// Prints each change of what device 0 and `/proc` say about a process, until its memory is back.

@@ -1,12 +1,13 @@
 //! The calling end of the protocol.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::protocol::{
-    Control, DEFAULT_SOCKET, Failure, Reply, Request, SOCKET_VARIABLE, State, receive, send,
+    Control, DEFAULT_SOCKET, Failure, Reply, Request, SOCKET_VARIABLE, State, receive, receive_with, send,
 };
 
 /// A connection to the daemon.
@@ -23,6 +24,8 @@ pub enum CallError {
     Disconnected(io::Error),
     /// The daemon refused.
     Refused(Failure),
+    /// The kernel did not let the descriptor in: this process has as many as it may have.
+    NoDescriptor,
 }
 
 impl std::fmt::Display for CallError {
@@ -30,6 +33,7 @@ impl std::fmt::Display for CallError {
         match self {
             Self::Disconnected(error) => write!(f, "the simulated driver does not answer: {error}"),
             Self::Refused(failure) => failure.fmt(f),
+            Self::NoDescriptor => f.write_str("this process may open no more descriptors"),
         }
     }
 }
@@ -74,6 +78,21 @@ impl Client {
         match reply {
             Ok(Some(Ok(reply))) => Ok(reply),
             Ok(Some(Err(failure))) => Err(CallError::Refused(failure)),
+            Ok(None) => Err(CallError::Disconnected(io::ErrorKind::UnexpectedEof.into())),
+            Err(error) => Err(CallError::Disconnected(error)),
+        }
+    }
+
+    /// Asks for a descriptor that keeps an allocation.
+    ///
+    /// # Errors
+    /// As [`Client::call`]; also when this process may open no more descriptors.
+    pub fn export(&mut self, allocation: u64) -> Result<OwnedFd, CallError> {
+        send(&mut self.stream, &Request::Export(allocation)).map_err(CallError::Disconnected)?;
+        match receive_with::<Result<Reply, Failure>>(&self.stream, &mut self.buffer) {
+            Ok(Some((Ok(_), Some(descriptor)))) => Ok(descriptor),
+            Ok(Some((Ok(_), None))) => Err(CallError::NoDescriptor),
+            Ok(Some((Err(failure), _))) => Err(CallError::Refused(failure)),
             Ok(None) => Err(CallError::Disconnected(io::ErrorKind::UnexpectedEof.into())),
             Err(error) => Err(CallError::Disconnected(error)),
         }

@@ -24,9 +24,28 @@ pub struct Config {
     /// How long the driver takes to give back the memory of a process that died, in microseconds
     /// for each GiB that it held.
     pub teardown_microseconds_per_gibibyte: u64,
+    /// Whether NVML limits the memory of cgroups.
+    pub memory_limits: MemoryLimits,
     /// The devices, in index order.
     pub devices: Vec<DeviceConfig>,
 }
+
+/// Whether NVML limits the memory of cgroups. Drivers before [`FIRST_WITH_LIMITS`] never do.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum MemoryLimits {
+    /// On a machine with cgroup v2, as the driver does.
+    #[default]
+    Auto,
+    /// On a machine with cgroup v1 too, by the paths of its memory controller. No driver does
+    /// that: it lets tests of limits run there.
+    Force,
+    /// Nowhere.
+    Off,
+}
+
+/// The first major version of the driver that limits the memory of cgroups.
+pub const FIRST_WITH_LIMITS: u32 = 615;
 
 /// One device, or several that are alike.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -71,6 +90,7 @@ impl Default for Config {
             open_overhead: Bytes(3_328 << 10),
             // 60 GiB came back 146 ms after SIGKILL.
             teardown_microseconds_per_gibibyte: 2_433,
+            memory_limits: MemoryLimits::Auto,
             devices: vec![DeviceConfig::default()],
         }
     }
@@ -130,6 +150,12 @@ impl Config {
             }
         }
         Ok(())
+    }
+
+    /// Whether the driver has functions for the memory of cgroups.
+    pub(crate) fn knows_limits(&self) -> bool {
+        let major = self.driver_version.split('.').next().and_then(|major| major.parse::<u32>().ok());
+        major.is_some_and(|major| major >= FIRST_WITH_LIMITS) && self.memory_limits != MemoryLimits::Off
     }
 
     /// Every device of the host, in index order.
@@ -209,6 +235,16 @@ mod tests {
             let error = Config::from_json(json).unwrap_err();
             assert!(error.contains(reason), "{error}");
         }
+    }
+
+    #[test]
+    fn only_newer_drivers_know_limits() {
+        let knows = |json| Config::from_json(json).unwrap().knows_limits();
+        assert!(!knows("{}"));
+        assert!(!knows(r#"{"driverVersion": "580.159.04", "memoryLimits": "force"}"#));
+        assert!(knows(r#"{"driverVersion": "615.10"}"#));
+        assert!(!knows(r#"{"driverVersion": "615.10", "memoryLimits": "off"}"#));
+        assert!(!knows(r#"{"driverVersion": "newest"}"#));
     }
 
     #[test]

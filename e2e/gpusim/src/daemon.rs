@@ -2,24 +2,30 @@
 
 use std::fs::Permissions;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
+use crate::cgroup::Hierarchy;
 use crate::config::Config;
 use crate::driver::{ClientId, Driver};
+use crate::exports::Exports;
 use crate::fault::{Fault, FaultKind};
+use crate::files;
 use crate::identity::{Identity, Peer, watch};
-use crate::protocol::{Control, Failure, Reply, Request, receive, send};
+use crate::protocol::{Control, Failure, Region, Reply, Request, receive, send, send_with};
 
 /// Enough for a request and its reply; hundreds of processes may be connected.
 const STACK: usize = 256 << 10;
+/// Before trying again what went wrong for a reason that passes.
+const RETRY: Duration = Duration::from_millis(20);
 
 /// A daemon that listens but does not serve yet.
 #[derive(Debug)]
@@ -29,12 +35,29 @@ pub struct Daemon {
 }
 
 #[derive(Debug, Clone)]
-struct Shared(Arc<Mutex<Driver>>);
+struct Shared(Arc<Host>);
+
+#[derive(Debug)]
+struct Host {
+    driver: Mutex<Driver>,
+    exports: Exports,
+    socket: PathBuf,
+}
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Driver> {
         // A panic in one request leaves the ledger as consistent as its last statement.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.driver.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn exports(&self) -> &Exports {
+        &self.0.exports
+    }
+
+    /// Makes the files of all devices that there are.
+    fn make_files(&self) -> io::Result<()> {
+        let devices = self.lock().config().each_device().count();
+        files::make(&self.0.socket, u32::try_from(devices).unwrap_or(u32::MAX))
     }
 }
 
@@ -58,7 +81,10 @@ impl Daemon {
         let listener = UnixListener::bind(path)?;
         // Pods run as any user.
         std::fs::set_permissions(path, Permissions::from_mode(0o666))?;
-        Ok(Self { listener, driver: Shared(Arc::new(Mutex::new(Driver::new(config)))) })
+        let (driver, exports) = (Mutex::new(Driver::new(config)), Exports::new()?);
+        let driver = Shared(Arc::new(Host { driver, exports, socket: path.to_owned() }));
+        driver.make_files()?;
+        Ok(Self { listener, driver })
     }
 
     /// Serves for ever.
@@ -66,8 +92,20 @@ impl Daemon {
     /// # Errors
     /// When no connection can be accepted any more.
     pub fn serve(self) -> io::Result<()> {
+        raise_descriptor_limit();
+        let driver = self.driver.clone();
+        thread::Builder::new().name("exports".into()).spawn(move || end_exports(&driver))?;
         loop {
-            let (stream, _) = self.listener.accept()?;
+            let stream = match self.listener.accept() {
+                Ok((stream, _)) => stream,
+                // One that is gone already, or more than there is room for at the moment.
+                Err(error) if is_passing(&error) => {
+                    tracing::warn!(%error, "could not accept a connection");
+                    thread::sleep(RETRY);
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
             let driver = self.driver.clone();
             let started = thread::Builder::new().stack_size(STACK).spawn(move || match Peer::of(&stream) {
                 Ok(peer) => serve_client(&driver, stream, &peer),
@@ -80,9 +118,43 @@ impl Daemon {
     }
 }
 
+/// Each process costs two descriptors, and each exported piece of memory one.
+fn raise_descriptor_limit() {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current != maximum {
+        // Where it may not be raised there is room for fewer.
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+    }
+}
+
+fn is_passing(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let passing = [Errno::CONNABORTED, Errno::INTR, Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
+    Errno::from_io_error(error).is_some_and(|errno| passing.contains(&errno))
+}
+
+/// Frees what descriptors kept, when they are closed.
+fn end_exports(driver: &Shared) {
+    loop {
+        match driver.exports().wait() {
+            Ok(pieces) => {
+                let mut driver = driver.lock();
+                for piece in pieces {
+                    driver.end_export(piece);
+                }
+            }
+            Err(error) => {
+                tracing::error!(%error, "cannot learn of closed descriptors");
+                thread::sleep(RETRY);
+            }
+        }
+    }
+}
+
 /// Answers one process until it is gone or has closed its end, then takes back what it held.
 fn serve_client(driver: &Shared, mut stream: UnixStream, peer: &Peer) {
     let client = driver.lock().connect(peer.identity.clone());
+    note_cgroup(driver, client, peer);
     if let Err(error) = answer_requests(driver, client, &mut stream, peer) {
         tracing::debug!(pid = peer.identity.pid, %error, "connection ended");
     }
@@ -106,11 +178,108 @@ fn answer_requests(
         }
         let reply = match request {
             Request::Control(control) => answer_control(driver, client, control, peer),
-            request => driver.lock().answer(client, request, Instant::now()),
+            Request::Export(allocation) => match export(driver, client, allocation) {
+                Ok(descriptor) => {
+                    let reply: Result<Reply, Failure> = Ok(Reply::Done);
+                    // Our duplicate of the descriptor ends with this statement.
+                    send_with(stream, &reply, descriptor.as_fd())?;
+                    continue;
+                }
+                Err(failure) => Err(failure),
+            },
+            Request::Import(descriptor) => match driver.exports().piece(descriptor) {
+                Some(piece) => driver.lock().import(client, piece),
+                None => Err(Failure::NotShareable),
+            },
+            Request::SetLimits { region, namespace, soft, hard } => {
+                set_limits(driver, peer, region, &namespace, (soft, hard))
+            }
+            Request::GetLimits { region, namespace } => limits(driver, region, &namespace),
+            request => {
+                look_up_cgroup(driver, client, &request, peer);
+                driver.lock().answer(client, request, Instant::now())
+            }
         };
         send(stream, &reply)?;
     }
     Ok(())
+}
+
+/// What a process makes counts for its cgroup, also before that is limited.
+fn note_cgroup(driver: &Shared, client: ClientId, peer: &Peer) {
+    let hierarchy = Hierarchy::of(driver.lock().config());
+    if let Some(cgroup) = hierarchy.ok().and_then(|hierarchy| hierarchy.of_process(peer.identity.pid)) {
+        driver.lock().set_cgroup(client, &cgroup);
+    }
+}
+
+/// A new descriptor that keeps an allocation.
+fn export(driver: &Shared, client: ClientId, allocation: u64) -> Result<OwnedFd, Failure> {
+    let piece = driver.lock().export(client, allocation)?;
+    driver.exports().make(piece).map_err(|error| {
+        driver.lock().end_export(piece);
+        tracing::error!(%error, "no descriptor for exported memory");
+        Failure::NotSupported
+    })
+}
+
+/// Limits hold for where a process is when it asks for memory, and only while the cgroup lasts.
+fn look_up_cgroup(driver: &Shared, client: ClientId, request: &Request, peer: &Peer) {
+    let asks_for_memory = matches!(
+        request,
+        Request::Allocate { .. }
+            | Request::Resize { .. }
+            | Request::CreateContext(_)
+            | Request::MemoryWithinLimits(_)
+    );
+    if !asks_for_memory {
+        return;
+    }
+    let hierarchy = {
+        let driver = driver.lock();
+        let region = driver.concerns(client, request);
+        if !region.is_some_and(|region| driver.is_limited(region.device)) {
+            return;
+        }
+        Hierarchy::of(driver.config())
+    };
+    let Ok(hierarchy) = hierarchy else { return };
+    let cgroup = hierarchy.of_process(peer.identity.pid);
+    let mut driver = driver.lock();
+    driver.retain_limits(|limited| hierarchy.has(limited));
+    if let Some(cgroup) = cgroup {
+        driver.set_cgroup(client, &cgroup);
+    }
+}
+
+fn set_limits(
+    driver: &Shared,
+    peer: &Peer,
+    region: Region,
+    namespace: &str,
+    (soft, hard): (u64, u64),
+) -> Result<Reply, Failure> {
+    let hierarchy = Hierarchy::of(driver.lock().config())?;
+    if !may_change(peer) {
+        return Err(Failure::Forbidden);
+    }
+    let cgroup = hierarchy.named(namespace)?;
+    driver.lock().set_limit(region, cgroup, soft, hard)?;
+    tracing::info!(?region, namespace, soft, hard, "limits");
+    Ok(Reply::Done)
+}
+
+fn limits(driver: &Shared, region: Region, namespace: &str) -> Result<Reply, Failure> {
+    let hierarchy = Hierarchy::of(driver.lock().config())?;
+    let cgroup = hierarchy.named(namespace)?;
+    let mut driver = driver.lock();
+    driver.retain_limits(|limited| hierarchy.has(limited));
+    driver.limit(region, &cgroup)
+}
+
+/// Root and the daemon's own user.
+fn may_change(peer: &Peer) -> bool {
+    peer.uid == 0 || peer.uid == rustix::process::geteuid().as_raw()
 }
 
 /// Waits for the next request. False when the process is gone.
@@ -133,13 +302,20 @@ fn answer_control(
     control: Control,
     peer: &Peer,
 ) -> Result<Reply, Failure> {
-    if peer.uid != 0 && peer.uid != rustix::process::geteuid().as_raw() {
+    if !may_change(peer) {
         return Err(Failure::Forbidden);
     }
     tracing::info!(pid = peer.identity.pid, ?control, "control");
     match control {
         Control::Inject(fault) => inject(driver, fault).map(|()| Reply::Done),
-        control => driver.lock().answer(client, Request::Control(control), Instant::now()),
+        control => {
+            let another_host = matches!(control, Control::Reconfigure { .. });
+            let reply = driver.lock().answer(client, Request::Control(control), Instant::now())?;
+            if another_host {
+                driver.make_files().map_err(|error| Failure::Invalid(error.to_string()))?;
+            }
+            Ok(reply)
+        }
     }
 }
 

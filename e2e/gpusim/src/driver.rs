@@ -1,19 +1,27 @@
 //! The behaviour of the driver: who holds which memory, and what the libraries may see of it.
 //!
-//! Knows no sockets, processes or clocks: callers bring the identity of the process that asks and
-//! the time.
+//! Knows no sockets, processes, cgroups or clocks: callers bring the identity of the process that
+//! asks and the time.
+
+mod ledger;
+mod limits;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::config::{self, Config};
 use crate::fault::{Fault, FaultKind};
 use crate::identity::Identity;
 use crate::protocol::{
-    Control, DeviceFacts, Failure, Holder, InstanceFacts, Inventory, Memory, MemoryKind, Process,
-    ProcessList, Region, Reply, Request, State,
+    Control, DeviceFacts, Failure, Holder, InstanceFacts, Inventory, Kept, Limit, Memory, MemoryKind,
+    Process, ProcessList, Region, Reply, Request, State,
 };
 use crate::size::Bytes;
+
+use ledger::Ledger;
+pub use limits::Cgroup;
+use limits::{CgroupLimit, is_below};
 
 /// Device memory is handed out in multiples of this.
 pub const GRANULARITY: u64 = 2 << 20;
@@ -26,42 +34,16 @@ pub type ClientId = u64;
 pub struct Driver {
     config: Config,
     devices: Vec<Device>,
-    clients: BTreeMap<ClientId, Client>,
+    ledger: Ledger,
     faults: Vec<Injected>,
     leaving: Vec<Leaving>,
-    last_id: u64,
+    limits: Vec<CgroupLimit>,
 }
 
 #[derive(Debug)]
 struct Device {
     reserved: u64,
     facts: DeviceFacts,
-}
-
-/// A process that is connected.
-#[derive(Debug)]
-struct Client {
-    identity: Identity,
-    lists: Vec<ProcessList>,
-    /// Indices of the devices that it has open for CUDA.
-    open: Vec<u32>,
-    holdings: BTreeMap<u64, Holding>,
-}
-
-/// A context or an allocation.
-#[derive(Debug)]
-struct Holding {
-    region: Region,
-    /// `None` for a context.
-    kind: Option<MemoryKind>,
-    /// What was asked for.
-    size: u64,
-    /// What is on the device.
-    resident: u64,
-    /// What is on the device besides, for nobody's account.
-    overhead: u64,
-    /// The context whose end frees it too.
-    context: Option<u64>,
 }
 
 /// Memory of a dead process that the driver has not given back yet.
@@ -86,32 +68,28 @@ impl Driver {
         Self {
             config,
             devices,
-            clients: BTreeMap::new(),
+            ledger: Ledger::default(),
             faults: Vec::new(),
             leaving: Vec::new(),
-            last_id: 0,
+            limits: Vec::new(),
         }
+    }
+
+    /// The host as it is configured.
+    pub fn config(&self) -> &Config {
+        &self.config
     }
 
     /// A process connects.
     pub fn connect(&mut self, identity: Identity) -> ClientId {
-        let id = self.new_id();
-        let client = Client { identity, lists: Vec::new(), open: Vec::new(), holdings: BTreeMap::new() };
-        self.clients.insert(id, client);
-        id
+        self.ledger.connect(identity)
     }
 
-    /// A process is gone, however it went. Its memory comes back after the time that the driver
-    /// takes to tear it down, unless the device is stuck.
+    /// A process is gone, however it went. Memory that nobody else holds comes back after the time
+    /// that the driver takes to tear it down, unless the device is stuck.
     pub fn disconnect(&mut self, client: ClientId, now: Instant) {
-        let Some(client) = self.clients.remove(&client) else { return };
-        let mut held: BTreeMap<Region, (u64, u64)> = BTreeMap::new();
-        for holding in client.holdings.values() {
-            let (charged, uncharged) = held.entry(holding.region).or_default();
-            *charged += client.charge(holding);
-            *uncharged += holding.on_device() - client.charge(holding);
-        }
-        for (region, (charged, uncharged)) in held {
+        let Some((client, left)) = self.ledger.disconnect(client) else { return };
+        for (region, (charged, uncharged)) in left {
             match self.stuck(region) {
                 None => self.leave(region, charged + uncharged, now),
                 Some(true) => {
@@ -129,25 +107,36 @@ impl Driver {
 
     /// How much longer than usual a request takes.
     pub fn delay(&self, client: ClientId, request: &Request) -> Duration {
-        let region = match request {
-            Request::Check(region)
-            | Request::Memory(region)
-            | Request::Processes(region, _)
-            | Request::CreateContext(region)
-            | Request::Allocate { region, .. } => Some(*region),
-            Request::Free(id) | Request::Touch { id, .. } => self
-                .clients
-                .get(&client)
-                .and_then(|client| client.holdings.get(id))
-                .map(|holding| holding.region),
-            Request::Inventory | Request::Attach { .. } | Request::Control(_) => None,
-        };
-        let Some(region) = region else { return Duration::ZERO };
+        if self.faults.is_empty() {
+            return Duration::ZERO;
+        }
+        let Some(region) = self.concerns(client, request) else { return Duration::ZERO };
         self.faults_at(region).map(FaultKind::delay).sum()
     }
 
+    /// The region that a request is about.
+    pub(crate) fn concerns(&self, client: ClientId, request: &Request) -> Option<Region> {
+        match request {
+            Request::Check(region)
+            | Request::Memory(region)
+            | Request::MemoryWithinLimits(region)
+            | Request::Processes(region, _)
+            | Request::CreateContext(region)
+            | Request::SetLimits { region, .. }
+            | Request::GetLimits { region, .. }
+            | Request::Allocate { region, .. } => Some(*region),
+            Request::Free(id)
+            | Request::Touch { id, .. }
+            | Request::Resize { id, .. }
+            | Request::Export(id) => self.ledger.place(client, *id),
+            Request::Open(piece) => self.ledger.piece(*piece).map(|piece| piece.region),
+            Request::Inventory | Request::Attach { .. } | Request::Import(_) | Request::Control(_) => None,
+        }
+    }
+
     /// Answers a request of a connected process. Whether it may change the simulator is the
-    /// caller's to check.
+    /// caller's to check; requests that need the kernel's help are [`Driver::export`],
+    /// [`Driver::import`], [`Driver::set_limit`] and [`Driver::limit`].
     ///
     /// # Errors
     /// As the driver refuses it.
@@ -157,9 +146,12 @@ impl Driver {
             Request::Inventory => Ok(Reply::Inventory(self.inventory())),
             Request::Check(region) => self.reach(region).map(|()| Reply::Done),
             Request::Memory(region) => self.memory(region).map(Reply::Memory),
+            Request::MemoryWithinLimits(region) => {
+                self.memory_within_limits(client, region).map(Reply::Memory)
+            }
             Request::Processes(region, list) => self.processes(client, region, list).map(Reply::Processes),
             Request::Attach { devices, lists } => {
-                let client = self.client(client)?;
+                let client = self.ledger.client_mut(client).ok_or(Failure::Unknown)?;
                 (client.open, client.lists) = (devices, lists);
                 Ok(Reply::Done)
             }
@@ -168,9 +160,97 @@ impl Driver {
                 self.allocate(client, region, kind, bytes, context).map(Reply::Made)
             }
             Request::Touch { id, bytes } => self.touch(client, id, bytes).map(|()| Reply::Done),
+            Request::Resize { id, bytes } => self.resize(client, id, bytes).map(|()| Reply::Done),
             Request::Free(id) => self.free(client, id).map(|()| Reply::Done),
+            Request::Open(piece) => self.open(client, piece),
             Request::Control(control) => self.control(control),
+            Request::Export(_)
+            | Request::Import(_)
+            | Request::SetLimits { .. }
+            | Request::GetLimits { .. } => {
+                Err(Failure::Invalid("the caller forgot to ask the kernel".into()))
+            }
         }
+    }
+
+    /// A descriptor is to keep an allocation of `cuMemCreate`'s; gives the number of its piece.
+    ///
+    /// # Errors
+    /// Where the memory is of another kind, or another process's.
+    pub fn export(&mut self, client: ClientId, allocation: u64) -> Result<u64, Failure> {
+        let region = self.ledger.place(client, allocation).ok_or(Failure::Unknown)?;
+        self.reach(region)?;
+        let piece = self.ledger.made(client, allocation).ok_or(Failure::NotShareable)?;
+        if piece.kind != MemoryKind::Physical {
+            return Err(Failure::NotShareable);
+        }
+        self.ledger.export(client, allocation);
+        Ok(allocation)
+    }
+
+    /// A descriptor that kept a piece is closed everywhere.
+    pub fn end_export(&mut self, piece: u64) {
+        self.ledger.end_export(piece);
+    }
+
+    /// A process takes a share in the piece that its descriptor keeps.
+    ///
+    /// # Errors
+    /// Where the device is lost or the piece is gone.
+    pub fn import(&mut self, client: ClientId, piece: u64) -> Result<Reply, Failure> {
+        let held = self.ledger.piece(piece).ok_or(Failure::NotShareable)?;
+        let (region, bytes) = (held.region, held.size);
+        self.reach(region)?;
+        let id = self.ledger.join(client, piece).ok_or(Failure::Unknown)?;
+        Ok(Reply::Shared { id, region, bytes })
+    }
+
+    /// Whether the memory of cgroups is limited on a device.
+    pub fn is_limited(&self, device: u32) -> bool {
+        self.limits.iter().any(|limit| limit.device == device)
+    }
+
+    /// The cgroup of a process has been looked up.
+    pub fn set_cgroup(&mut self, client: ClientId, path: &str) {
+        if let Some(client) = self.ledger.client_mut(client).filter(|client| *client.cgroup != *path) {
+            client.cgroup = path.into();
+        }
+    }
+
+    /// Ends the limits of cgroups that are gone.
+    pub fn retain_limits(&mut self, is_there: impl Fn(&Cgroup) -> bool) {
+        self.limits.retain(|limit| is_there(&limit.cgroup));
+    }
+
+    /// Limits the memory of a cgroup.
+    ///
+    /// # Errors
+    /// Where the device is cut into instances, or lost.
+    pub fn set_limit(&mut self, region: Region, cgroup: Cgroup, soft: u64, hard: u64) -> Result<(), Failure> {
+        self.limitable(region)?;
+        self.limits.retain(|limit| limit.device != region.device || limit.cgroup.path != cgroup.path);
+        if soft > 0 || hard < u64::MAX {
+            self.limits.push(CgroupLimit { device: region.device, cgroup, soft, hard });
+        }
+        Ok(())
+    }
+
+    /// The limits of a cgroup, and what is used of them.
+    ///
+    /// # Errors
+    /// As [`Driver::set_limit`].
+    pub fn limit(&self, region: Region, cgroup: &Cgroup) -> Result<Reply, Failure> {
+        self.limitable(region)?;
+        let mut limits = self.limits.iter().filter(|limit| limit.device == region.device);
+        let limit = limits.find(|limit| limit.cgroup == *cgroup);
+        let (soft, hard) = limit.map_or((0, u64::MAX), |limit| (limit.soft, limit.hard));
+        Ok(Reply::Limits { soft, hard, used: self.ledger.made_below(region.device, &cgroup.path) })
+    }
+
+    fn limitable(&self, region: Region) -> Result<(), Failure> {
+        self.reach(region)?;
+        let whole = self.device(region).is_some_and(|device| device.facts.instances.is_empty());
+        if whole { Ok(()) } else { Err(Failure::NotSupported) }
     }
 
     /// Begins a fault; `shown` is the process that the lists show for its bytes.
@@ -235,25 +315,24 @@ impl Driver {
         }
     }
 
-    /// Ends the faults and takes away the memory of one device, or of all.
+    /// Ends the faults and limits, and takes away the memory, of one device, or of all.
     fn empty(&mut self, device: Option<u32>, force: bool) -> Result<(), Failure> {
         let touched = |region: Region| device.is_none_or(|device| device == region.device);
-        let mut holdings = self.clients.values().flat_map(|client| client.holdings.values());
-        if !force && holdings.any(|holding| touched(holding.region)) {
+        if !force && self.ledger.any(touched) {
             return Err(Failure::InUse);
         }
-        for client in self.clients.values_mut() {
-            client.holdings.retain(|_, holding| !touched(holding.region));
-        }
+        self.ledger.clear(touched);
         self.faults.retain(|injected| !touched(injected.fault.region));
         self.leaving.retain(|leaving| !touched(leaving.region));
+        self.limits.retain(|limit| !touched(Region { device: limit.device, instance: None }));
         Ok(())
     }
 
     fn create_context(&mut self, client: ClientId, region: Region) -> Result<u64, Failure> {
         let (size, overhead) = (self.config.context.0, self.config.context_overhead.0);
+        self.within_limits(client, region, size)?;
         self.make_room(region, size + overhead)?;
-        self.hold(client, Holding { region, kind: None, size, resident: size, overhead, context: None })
+        self.ledger.add_context(client, region, size, overhead).ok_or(Failure::Unknown)
     }
 
     fn allocate(
@@ -266,37 +345,75 @@ impl Driver {
     ) -> Result<u64, Failure> {
         let size = bytes.checked_next_multiple_of(GRANULARITY).ok_or(Failure::OutOfMemory)?;
         let resident = if kind == MemoryKind::Managed { 0 } else { size };
+        self.within_limits(client, region, resident)?;
         self.make_room(region, resident)?;
-        self.hold(client, Holding { region, kind: Some(kind), size, resident, overhead: 0, context })
+        self.ledger.add_piece(client, (region, kind), (size, resident), context).ok_or(Failure::Unknown)
     }
 
     fn touch(&mut self, client: ClientId, id: u64, bytes: u64) -> Result<(), Failure> {
-        let holding = self.client(client)?.holdings.get(&id).ok_or(Failure::Unknown)?;
-        let (region, managed) = (holding.region, holding.kind == Some(MemoryKind::Managed));
-        let wanted = bytes.next_multiple_of(GRANULARITY).min(holding.size).saturating_sub(holding.resident);
+        let piece = self.ledger.made(client, id).ok_or(Failure::Unknown)?;
+        let (region, kind, size, resident) = (piece.region, piece.kind, piece.size, piece.resident);
+        let wanted = bytes.saturating_add(GRANULARITY - 1) / GRANULARITY * GRANULARITY;
+        let missing = wanted.min(size).saturating_sub(resident);
         self.reach(region)?;
-        if !managed || wanted == 0 {
+        if kind != MemoryKind::Managed || missing == 0 {
             return Ok(());
         }
         // What does not fit stays on the host.
-        let brought = wanted.min(self.capacity(region).saturating_sub(self.used(region)));
-        if let Some(holding) = self.client(client)?.holdings.get_mut(&id) {
-            holding.resident += brought;
+        let brought = missing.min(self.capacity(region).saturating_sub(self.used(region)));
+        self.ledger.resize(id, size, resident + brought);
+        Ok(())
+    }
+
+    fn resize(&mut self, client: ClientId, id: u64, bytes: u64) -> Result<(), Failure> {
+        let piece = self.ledger.made(client, id).ok_or(Failure::Unknown)?;
+        let (region, kind, before) = (piece.region, piece.kind, piece.size);
+        if kind == MemoryKind::Managed || !self.ledger.is_private(id) {
+            return Err(Failure::NotShareable);
         }
+        let size = bytes.checked_next_multiple_of(GRANULARITY).ok_or(Failure::OutOfMemory)?;
+        let more = size.saturating_sub(before);
+        self.within_limits(client, region, more)?;
+        self.make_room(region, more)?;
+        self.ledger.resize(id, size, size);
         Ok(())
     }
 
     fn free(&mut self, client: ClientId, id: u64) -> Result<(), Failure> {
-        let region = self.client(client)?.holdings.get(&id).ok_or(Failure::Unknown)?.region;
+        let region = self.ledger.place(client, id).ok_or(Failure::Unknown)?;
         self.reach(region)?;
-        self.client(client)?.holdings.retain(|other, holding| *other != id && holding.context != Some(id));
+        self.ledger.release(client, id);
         Ok(())
     }
 
-    fn hold(&mut self, client: ClientId, holding: Holding) -> Result<u64, Failure> {
-        let id = self.new_id();
-        self.client(client)?.holdings.insert(id, holding);
-        Ok(id)
+    /// Another process's plain memory.
+    fn open(&mut self, client: ClientId, piece: u64) -> Result<Reply, Failure> {
+        let plain = self.ledger.piece(piece).is_some_and(|piece| piece.kind == MemoryKind::Plain);
+        if !plain {
+            return Err(Failure::NotShareable);
+        }
+        if self.ledger.holds(client, piece) {
+            return Err(Failure::OwnMemory);
+        }
+        self.import(client, piece)
+    }
+
+    /// Refuses what the limits of the process's cgroup, or of one above it, do not allow.
+    fn within_limits(&self, client: ClientId, region: Region, bytes: u64) -> Result<(), Failure> {
+        let within = self.limits_of(client, region).all(|limit| {
+            let used = self.ledger.made_below(region.device, &limit.cgroup.path);
+            bytes == 0 || used.saturating_add(bytes) <= limit.hard
+        });
+        if within { Ok(()) } else { Err(Failure::OutOfMemory) }
+    }
+
+    /// The limits that hold for a process on a device.
+    fn limits_of(&self, client: ClientId, region: Region) -> impl Iterator<Item = &CgroupLimit> {
+        let cgroup: Option<Arc<str>> = self.ledger.client(client).map(|client| client.cgroup.clone());
+        self.limits.iter().filter(move |limit| {
+            limit.device == region.device
+                && cgroup.as_ref().is_some_and(|cgroup| is_below(cgroup, &limit.cgroup.path))
+        })
     }
 
     /// Finds `bytes` in a region; managed memory gives way to them.
@@ -304,17 +421,20 @@ impl Driver {
         self.reach(region)?;
         let free = self.capacity(region).saturating_sub(self.used(region));
         let mut missing = bytes.saturating_sub(free);
-        let movable =
-            |holding: &Holding| holding.kind == Some(MemoryKind::Managed) && region.covers(holding.region);
-        let holdings = || self.clients.values().flat_map(|client| client.holdings.values());
-        if missing > holdings().filter(|holding| movable(holding)).map(|holding| holding.resident).sum() {
+        if missing == 0 {
+            return Ok(());
+        }
+        let movable: Vec<_> =
+            self.ledger.managed(region).map(|(id, piece)| (id, piece.size, piece.resident)).collect();
+        if missing > movable.iter().map(|(_, _, resident)| resident).sum() {
             return Err(Failure::OutOfMemory);
         }
-        let holdings = self.clients.values_mut().flat_map(|client| client.holdings.values_mut());
-        for holding in holdings.filter(|holding| movable(holding)) {
-            let moved = missing.min(holding.resident);
-            holding.resident -= moved;
-            missing -= moved;
+        for (id, size, resident) in movable {
+            let moved = missing.min(resident);
+            if moved > 0 {
+                self.ledger.resize(id, size, resident - moved);
+                missing -= moved;
+            }
         }
         Ok(())
     }
@@ -336,6 +456,22 @@ impl Driver {
         Ok(Memory { total: capacity + reserved, reserved, used, free: capacity - used })
     }
 
+    /// Memory as a process in a limited cgroup is to see it: the limit is the whole of it.
+    fn memory_within_limits(&mut self, client: ClientId, region: Region) -> Result<Memory, Failure> {
+        let mut memory = self.memory(region)?;
+        let mut limits = Vec::new();
+        for limit in self.limits_of(client, region).filter(|limit| limit.hard < u64::MAX) {
+            limits.push((limit.hard, self.ledger.made_below(region.device, &limit.cgroup.path)));
+        }
+        for (hard, used) in limits {
+            if hard < memory.total - memory.reserved {
+                let free = memory.free.min(hard.saturating_sub(used));
+                memory = Memory { total: hard, reserved: 0, used: hard - free, free };
+            }
+        }
+        Ok(memory)
+    }
+
     fn processes(
         &self,
         client: ClientId,
@@ -343,17 +479,13 @@ impl Driver {
         list: ProcessList,
     ) -> Result<Vec<Process>, Failure> {
         self.reach(region)?;
-        let viewer = self.clients.get(&client).ok_or(Failure::Unknown)?.identity.namespace();
+        let viewer = self.ledger.client(client).ok_or(Failure::Unknown)?.identity.namespace();
         let mut shown: BTreeMap<(u32, Region), (&Identity, u64)> = BTreeMap::new();
         let mut show = |identity, at, bytes| {
             shown.entry((Identity::pid(identity), at)).or_insert((identity, 0)).1 += bytes;
         };
-        for client in self.clients.values().filter(|client| client.lists.contains(&list)) {
-            for holding in client.holdings.values().filter(|holding| region.covers(holding.region)) {
-                if client.has_context(holding.region) {
-                    show(&client.identity, holding.region, client.charge(holding));
-                }
-            }
+        for (identity, at, bytes) in self.ledger.charges(region, list) {
+            show(identity, at, bytes);
         }
         for Injected { fault, shown: identity } in &self.faults {
             let listed = fault.kind.listed().is_some_and(|(_, on)| on == list);
@@ -379,28 +511,34 @@ impl Driver {
     }
 
     fn state(&self) -> State {
-        let mut holders: BTreeMap<(u32, Region), Holder> = BTreeMap::new();
-        for client in self.clients.values() {
-            for holding in client.holdings.values() {
-                let (pid, region) = (client.identity.pid, holding.region);
-                let none = Holder { pid, region, contexts: 0, charged: 0, uncharged: 0 };
-                let holder = holders.entry((pid, region)).or_insert(none);
-                holder.contexts += u32::from(holding.kind.is_none());
-                holder.charged += client.charge(holding);
-                holder.uncharged += holding.on_device() - client.charge(holding);
-            }
-        }
+        let holders = self.ledger.summaries().into_iter().map(|((pid, region), summary)| Holder {
+            pid,
+            region,
+            contexts: summary.contexts,
+            charged: summary.charged,
+            uncharged: summary.uncharged,
+        });
         let memory = (0..).zip(&self.devices).map(|(device, _)| {
             let region = Region { device, instance: None };
             let (capacity, reserved, used) =
                 (self.capacity(region), self.reserved(region), self.used(region));
             Some(Memory { total: capacity + reserved, reserved, used, free: capacity.saturating_sub(used) })
         });
+        let kept = self.ledger.kept().into_iter();
+        let limits = self.limits.iter().map(|limit| Limit {
+            device: limit.device,
+            path: limit.cgroup.path.to_string(),
+            soft: limit.soft,
+            hard: limit.hard,
+            used: self.ledger.made_below(limit.device, &limit.cgroup.path),
+        });
         State {
             inventory: self.inventory(),
             memory: memory.collect(),
-            holders: holders.into_values().collect(),
+            holders: holders.collect(),
+            kept: kept.map(|(region, (chunks, bytes))| Kept { region, chunks, bytes }).collect(),
             leaving: Bytes(self.leaving.iter().map(|leaving| leaving.bytes).sum()),
+            limits: limits.collect(),
             faults: self.faults.iter().map(|injected| injected.fault.clone()).collect(),
         }
     }
@@ -415,14 +553,12 @@ impl Driver {
 
     /// Bytes in use in a region, by whomever.
     fn used(&self, region: Region) -> u64 {
-        let holdings = self.clients.values().flat_map(|client| client.holdings.values());
-        let held = holdings.filter(|holding| region.covers(holding.region)).map(Holding::on_device);
         let leaving = self.leaving.iter().filter(|leaving| region.covers(leaving.region)).map(|l| l.bytes);
         let faults = self.faults.iter().map(|injected| &injected.fault);
         let faults = faults.filter(|fault| region.covers(fault.region)).map(|fault| fault.kind.held());
-        let open = self.clients.values().any(|client| client.open.contains(&region.device));
-        let open = (open && region.instance.is_none()).then_some(self.config.open_overhead.0);
-        held.chain(leaving).chain(faults).chain(open).fold(0, u64::saturating_add)
+        let open = region.instance.is_none() && self.ledger.is_open(region.device);
+        let open = open.then_some(self.config.open_overhead.0);
+        leaving.chain(faults).chain(open).fold(self.ledger.used(region), u64::saturating_add)
     }
 
     /// Bytes that a region can hold.
@@ -486,38 +622,6 @@ impl Driver {
 
     fn instance(&self, region: Region) -> Option<&InstanceFacts> {
         self.device(region)?.facts.instances.get(usize::try_from(region.instance?).ok()?)
-    }
-
-    fn client(&mut self, id: ClientId) -> Result<&mut Client, Failure> {
-        self.clients.get_mut(&id).ok_or(Failure::Unknown)
-    }
-
-    fn new_id(&mut self) -> u64 {
-        self.last_id += 1;
-        self.last_id
-    }
-}
-
-impl Client {
-    fn has_context(&self, region: Region) -> bool {
-        self.holdings.values().any(|holding| holding.kind.is_none() && holding.region == region)
-    }
-
-    /// What the process lists count of a holding. Memory that was made without a context begins to
-    /// count when there is one.
-    fn charge(&self, holding: &Holding) -> u64 {
-        let charged = match holding.kind {
-            None | Some(MemoryKind::Plain) => true,
-            Some(MemoryKind::Managed) => false,
-            Some(MemoryKind::Physical) => self.has_context(holding.region),
-        };
-        if charged { holding.resident } else { 0 }
-    }
-}
-
-impl Holding {
-    fn on_device(&self) -> u64 {
-        self.resident + self.overhead
     }
 }
 
@@ -885,5 +989,247 @@ mod tests {
         ask(&mut driver, client, reset(true), Instant::now());
         assert_eq!(used(&mut driver, client), 0);
         assert_eq!(driver.answer(client, Request::Free(context), Instant::now()), Err(Failure::Unknown));
+    }
+
+    fn physical(driver: &mut Driver, client: ClientId, bytes: u64) -> u64 {
+        allocate(driver, client, MemoryKind::Physical, bytes).unwrap()
+    }
+
+    fn shared(driver: &mut Driver, client: ClientId, piece: u64) -> u64 {
+        let Reply::Shared { id, .. } = driver.import(client, piece).unwrap() else { panic!() };
+        id
+    }
+
+    #[test]
+    fn a_piece_is_charged_to_its_exporter_and_then_to_an_importer() {
+        let mut driver = h200();
+        let (maker, first, second) =
+            (driver.connect(process(10)), driver.connect(process(20)), driver.connect(process(30)));
+        for client in [maker, first, second] {
+            context(&mut driver, client);
+        }
+        let context = Some(518 * MIB);
+        let with = Some(518 * MIB + GIB);
+        let piece = physical(&mut driver, maker, GIB);
+        driver.export(maker, piece).unwrap();
+        let share = shared(&mut driver, first, piece);
+        shared(&mut driver, second, piece);
+        assert_eq!(compute(&mut driver, maker), [(10, with), (20, context), (30, context)]);
+        ask(&mut driver, maker, Request::Free(piece), Instant::now());
+        assert_eq!(compute(&mut driver, maker), [(10, context), (20, with), (30, context)]);
+        ask(&mut driver, first, Request::Free(share), Instant::now());
+        assert_eq!(compute(&mut driver, maker), [(10, context), (20, context), (30, with)]);
+        driver.disconnect(second, Instant::now());
+        assert_eq!(compute(&mut driver, maker), [(10, context), (20, context)]);
+        assert_eq!(memory(&mut driver, maker, later()).used, 2 * 518 * MIB + GIB, "the descriptor keeps it");
+        driver.end_export(piece);
+        assert_eq!(memory(&mut driver, maker, later()).used, 2 * 518 * MIB);
+    }
+
+    /// When everything that was torn down is back.
+    fn later() -> Instant {
+        Instant::now() + Duration::from_mins(1)
+    }
+
+    #[test]
+    fn a_piece_that_was_shared_without_a_context_is_never_charged() {
+        let mut driver = h200();
+        let (maker, taker) = (driver.connect(process(10)), driver.connect(process(20)));
+        let piece = physical(&mut driver, maker, GIB);
+        driver.export(maker, piece).unwrap();
+        context(&mut driver, taker);
+        shared(&mut driver, taker, piece);
+        assert_eq!(compute(&mut driver, taker), [(20, Some(518 * MIB))]);
+        driver.disconnect(maker, Instant::now());
+        driver.end_export(piece);
+        assert_eq!(compute(&mut driver, taker), [(20, Some(518 * MIB))]);
+        assert_eq!(used(&mut driver, taker), 518 * MIB + GIB);
+        driver.disconnect(taker, Instant::now());
+        let watcher = driver.connect(process(1));
+        assert_eq!(memory(&mut driver, watcher, later()).used, 0);
+    }
+
+    #[test]
+    fn only_physical_memory_of_one_s_own_can_be_exported() {
+        let mut driver = h200();
+        let (maker, taker) = (driver.connect(process(10)), driver.connect(process(20)));
+        context(&mut driver, maker);
+        let plain = allocate(&mut driver, maker, MemoryKind::Plain, GIB).unwrap();
+        assert_eq!(driver.export(maker, plain), Err(Failure::NotShareable));
+        let piece = physical(&mut driver, maker, GIB);
+        driver.export(maker, piece).unwrap();
+        let share = shared(&mut driver, taker, piece);
+        assert_eq!(driver.export(taker, share), Err(Failure::NotShareable));
+        assert_eq!(driver.export(taker, piece), Err(Failure::Unknown));
+        let open = |driver: &mut Driver, client, id| driver.answer(client, Request::Open(id), Instant::now());
+        assert_eq!(open(&mut driver, taker, piece), Err(Failure::NotShareable));
+        assert_eq!(open(&mut driver, maker, plain), Err(Failure::OwnMemory));
+        assert!(open(&mut driver, taker, plain).is_ok());
+        let resize = Request::Resize { id: plain, bytes: 2 * GIB };
+        assert_eq!(driver.answer(maker, resize, Instant::now()), Err(Failure::NotShareable));
+    }
+
+    #[test]
+    fn an_allocation_can_change_its_size() {
+        let mut driver = h200();
+        let client = driver.connect(process(10));
+        context(&mut driver, client);
+        let id = allocate(&mut driver, client, MemoryKind::Plain, GIB).unwrap();
+        let resize = |bytes| Request::Resize { id, bytes };
+        ask(&mut driver, client, resize(3 * GIB + 1), Instant::now());
+        assert_eq!(compute(&mut driver, client), [(10, Some(518 * MIB + 3 * GIB + GRANULARITY))]);
+        assert_eq!(driver.answer(client, resize(900 * GIB), Instant::now()), Err(Failure::OutOfMemory));
+        ask(&mut driver, client, resize(GIB), Instant::now());
+        assert_eq!(used(&mut driver, client), 518 * MIB + GIB);
+    }
+
+    #[test]
+    fn a_limit_holds_for_a_cgroup_with_all_below_it() {
+        let mut driver = h200();
+        let (inside, below, outside) =
+            (driver.connect(process(10)), driver.connect(process(20)), driver.connect(process(30)));
+        for (client, path) in [(inside, "/pods/a"), (below, "/pods/a/c"), (outside, "/pods/ab")] {
+            driver.set_cgroup(client, path);
+            context(&mut driver, client);
+        }
+        let cgroup = Cgroup { path: "/pods/a".into(), inode: 7 };
+        driver.set_limit(WHOLE, cgroup.clone(), 0, 4 * GIB).unwrap();
+        let contexts = 2 * 518 * MIB;
+        let take = |driver: &mut Driver, client, kind, bytes| allocate(driver, client, kind, bytes);
+        take(&mut driver, inside, MemoryKind::Plain, GIB).unwrap();
+        take(&mut driver, below, MemoryKind::Physical, GIB).unwrap();
+        let left = 4 * GIB - 2 * GIB - contexts;
+        let refused = Err(Failure::OutOfMemory);
+        assert_eq!(take(&mut driver, inside, MemoryKind::Plain, left + 1), refused);
+        assert_eq!(take(&mut driver, below, MemoryKind::Physical, left + 1), refused);
+        take(&mut driver, inside, MemoryKind::Managed, 100 * GIB).unwrap();
+        take(&mut driver, outside, MemoryKind::Plain, 100 * GIB).unwrap();
+        let seen = |driver: &mut Driver, client| {
+            let Reply::Memory(memory) =
+                ask(driver, client, Request::MemoryWithinLimits(WHOLE), Instant::now())
+            else {
+                panic!()
+            };
+            (memory.total - memory.reserved, memory.free)
+        };
+        assert_eq!(seen(&mut driver, below), (4 * GIB, left));
+        assert!(seen(&mut driver, outside).0 > 100 * GIB);
+        let limits = driver.limit(WHOLE, &cgroup).unwrap();
+        assert_eq!(limits, Reply::Limits { soft: 0, hard: 4 * GIB, used: 2 * GIB + contexts });
+        driver.disconnect(below, Instant::now());
+        let limits = driver.limit(WHOLE, &cgroup).unwrap();
+        assert_eq!(limits, Reply::Limits { soft: 0, hard: 4 * GIB, used: GIB + 518 * MIB });
+        let later = Cgroup { inode: 8, ..cgroup };
+        let limits = driver.limit(WHOLE, &later).unwrap();
+        assert_eq!(limits, Reply::Limits { soft: 0, hard: u64::MAX, used: GIB + 518 * MIB });
+        driver.retain_limits(|cgroup| cgroup.inode == 8);
+        assert!(!driver.is_limited(0));
+        take(&mut driver, inside, MemoryKind::Plain, 4 * GIB).unwrap();
+    }
+
+    /// Whatever happens in whatever order, the sums are those of what is held, and nothing is left
+    /// when everything has been given back.
+    #[test]
+    fn the_sums_are_right_after_any_history() {
+        for mut seed in 1..200_u64 {
+            let mut next = |below: u64| {
+                seed ^= seed << 13;
+                seed ^= seed >> 7;
+                seed ^= seed << 17;
+                seed % below
+            };
+            let mut driver = h200();
+            let mut clients: Vec<ClientId> = Vec::new();
+            let mut holdings: Vec<(ClientId, u64)> = Vec::new();
+            let mut contexts: Vec<u64> = Vec::new();
+            let mut descriptors: Vec<u64> = Vec::new();
+            for step in 0..120 {
+                let now = Instant::now();
+                if clients.is_empty() || (next(10) == 0 && clients.len() < 6) {
+                    let client = driver.connect(process(u32::try_from(step + 1).unwrap()));
+                    driver.set_cgroup(client, ["/a", "/a/b", "/c"][usize::try_from(next(3)).unwrap()]);
+                    attach(&mut driver, client, vec![ProcessList::Compute]);
+                    clients.push(client);
+                }
+                let any = |next: &mut dyn FnMut(u64) -> u64, length: usize| {
+                    usize::try_from(next(u64::try_from(length).unwrap())).unwrap()
+                };
+                let client = clients[any(&mut next, clients.len())];
+                match next(9) {
+                    0 => {
+                        let id = made(&ask(&mut driver, client, Request::CreateContext(WHOLE), now));
+                        contexts.push(id);
+                        holdings.push((client, id));
+                    }
+                    1..=3 => {
+                        let kinds = [MemoryKind::Plain, MemoryKind::Physical, MemoryKind::Managed];
+                        let kind = kinds[any(&mut next, 3)];
+                        let context =
+                            holdings.iter().find(|(owner, id)| *owner == client && contexts.contains(id));
+                        let context = context.map(|(_, id)| *id).filter(|_| kind != MemoryKind::Physical);
+                        let bytes = next(64 * MIB) + 1;
+                        let request = Request::Allocate { region: WHOLE, kind, bytes, context };
+                        let id = made(&driver.answer(client, request, now).unwrap());
+                        if kind == MemoryKind::Managed {
+                            ask(&mut driver, client, Request::Touch { id, bytes: bytes / 2 }, now);
+                        }
+                        holdings.push((client, id));
+                    }
+                    4 if !holdings.is_empty() => {
+                        let (client, id) = holdings[any(&mut next, holdings.len())];
+                        if driver.export(client, id).is_ok() {
+                            descriptors.push(id);
+                        }
+                    }
+                    5 if !descriptors.is_empty() => {
+                        let piece = descriptors[any(&mut next, descriptors.len())];
+                        if let Ok(Reply::Shared { id, .. }) = driver.import(client, piece) {
+                            holdings.push((client, id));
+                        }
+                    }
+                    6 if !descriptors.is_empty() => {
+                        let piece = descriptors.swap_remove(any(&mut next, descriptors.len()));
+                        driver.end_export(piece);
+                    }
+                    7 if !holdings.is_empty() => {
+                        let (client, id) = holdings.swap_remove(any(&mut next, holdings.len()));
+                        // What a context took with it is gone already.
+                        let _ = driver.answer(client, Request::Free(id), now);
+                    }
+                    8 if next(4) == 0 => {
+                        driver.disconnect(client, now);
+                        clients.retain(|other| *other != client);
+                        holdings.retain(|(owner, _)| *owner != client);
+                    }
+                    _ => {}
+                }
+                driver.leaving.clear();
+                check_sums(&mut driver);
+            }
+            for client in clients {
+                driver.disconnect(client, Instant::now());
+            }
+            for piece in descriptors {
+                driver.end_export(piece);
+            }
+            driver.leaving.clear();
+            check_sums(&mut driver);
+            assert_eq!(driver.ledger.used(WHOLE), 0);
+            assert_eq!(driver.ledger.made_below(0, "/"), 0);
+        }
+    }
+
+    fn check_sums(driver: &mut Driver) {
+        let state = driver.state();
+        let held: u64 = state.holders.iter().map(|holder| holder.charged + holder.uncharged).sum();
+        let kept: u64 = state.kept.iter().map(|kept| kept.bytes).sum();
+        assert_eq!(driver.ledger.used(WHOLE), held + kept);
+        let listed = driver.ledger.charges(WHOLE, ProcessList::Compute);
+        let listed: Vec<_> = listed.into_iter().map(|(identity, _, bytes)| (identity.pid, bytes)).collect();
+        let expected = state.holders.iter().filter(|holder| holder.contexts > 0);
+        let expected: Vec<_> = expected.map(|holder| (holder.pid, holder.charged)).collect();
+        assert_eq!(listed, expected);
+        let managed: u64 = driver.ledger.managed(WHOLE).map(|(_, piece)| piece.resident).sum();
+        assert_eq!(driver.ledger.made_below(0, "/"), driver.ledger.used(WHOLE) - managed);
     }
 }

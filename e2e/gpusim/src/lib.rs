@@ -2,13 +2,16 @@
 //! `libcuda.so.1` and `libnvidia-ml.so.1` built beside this crate speak to it over a unix socket.
 //!
 //! [`driver`] holds the behaviour and knows neither sockets nor clocks; [`daemon`] serves it;
-//! [`identity`] learns from the kernel who calls; [`client`] is the other end.
+//! [`identity`] and [`cgroup`] learn from the kernel who calls; [`client`] is the other end.
 
+pub mod cgroup;
 pub mod client;
 pub mod config;
 pub mod daemon;
 pub mod driver;
+mod exports;
 pub mod fault;
+pub mod files;
 pub mod identity;
 pub mod protocol;
 pub mod size;

@@ -1,8 +1,15 @@
 //! The messages between the libraries and the daemon: frames of a little-endian 32-bit length and
 //! that many bytes of JSON, strictly a request and then its reply.
 
-use std::io::{self, Read, Write};
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::config::Config;
@@ -81,6 +88,8 @@ pub enum Request {
     Check(Region),
     /// Memory of a region.
     Memory(Region),
+    /// Memory of a region as the asking process is to see it: within its limits.
+    MemoryWithinLimits(Region),
     /// One list of processes.
     Processes(Region, ProcessList),
     /// Opens devices for CUDA.
@@ -110,10 +119,62 @@ pub enum Request {
         /// Its first bytes.
         bytes: u64,
     },
-    /// Ends a context with its memory, or gives back one allocation.
+    /// Changes the size of an allocation that nobody shares; rounded up to the granularity.
+    Resize {
+        /// The allocation.
+        id: u64,
+        /// Its new size.
+        bytes: u64,
+    },
+    /// Ends a context with its memory, or gives back one allocation or share.
     Free(u64),
+    /// A descriptor that keeps an allocation of [`MemoryKind::Physical`]; it comes beside the
+    /// reply.
+    Export(u64),
+    /// Takes a share in the memory that a descriptor keeps.
+    Import(Descriptor),
+    /// Takes a share in another process's allocation of [`MemoryKind::Plain`].
+    Open(u64),
+    /// Limits the memory of a cgroup, with all cgroups below it.
+    SetLimits {
+        /// Whole device.
+        region: Region,
+        /// Path of the cgroup.
+        namespace: String,
+        /// What it may keep when memory is short.
+        soft: u64,
+        /// What it may have.
+        hard: u64,
+    },
+    /// The limits of a cgroup.
+    GetLimits {
+        /// Whole device.
+        region: Region,
+        /// Path of the cgroup.
+        namespace: String,
+    },
     /// Changes or shows the simulator itself.
     Control(Control),
+}
+
+/// How the kernel tells an open descriptor's file from all others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Descriptor {
+    /// Device number of its file system.
+    pub device: u64,
+    /// Inode number.
+    pub inode: u64,
+}
+
+impl Descriptor {
+    /// Asks the kernel.
+    ///
+    /// # Errors
+    /// When the descriptor is not open.
+    pub fn of(descriptor: BorrowedFd<'_>) -> io::Result<Self> {
+        let facts = rustix::fs::fstat(descriptor)?;
+        Ok(Self { device: facts.st_dev, inode: facts.st_ino })
+    }
 }
 
 /// What `gpusim ctl` asks.
@@ -161,6 +222,24 @@ pub enum Reply {
     Processes(Vec<Process>),
     /// The context or allocation that was made.
     Made(u64),
+    /// To [`Request::Import`] and [`Request::Open`].
+    Shared {
+        /// The share, to be freed like an allocation.
+        id: u64,
+        /// Where the memory is.
+        region: Region,
+        /// Its size.
+        bytes: u64,
+    },
+    /// To [`Request::GetLimits`].
+    Limits {
+        /// What the cgroup may keep when memory is short.
+        soft: u64,
+        /// What it may have; [`u64::MAX`] without a limit.
+        hard: u64,
+        /// What its processes have.
+        used: u64,
+    },
     /// To [`Control::Show`].
     State(State),
     /// How many faults ended.
@@ -181,8 +260,16 @@ pub enum Failure {
     NotSupported,
     /// The device is in use.
     InUse,
-    /// Only root and the daemon's user may change the simulator.
+    /// Only root and the daemon's user may do that.
     Forbidden,
+    /// The driver's version does not have that function.
+    NoSuchFunction,
+    /// There is no such cgroup.
+    NoSuchCgroup,
+    /// The memory cannot be shared, or the descriptor keeps none.
+    NotShareable,
+    /// A process cannot open its own memory as another's.
+    OwnMemory,
     /// The request makes no sense; in words.
     Invalid(String),
 }
@@ -195,7 +282,11 @@ impl std::fmt::Display for Failure {
             Self::Lost => "the device is lost",
             Self::NotSupported => "the device cannot do that",
             Self::InUse => "processes hold memory there: end them first, or force",
-            Self::Forbidden => "only root and the daemon's own user may change the simulator",
+            Self::Forbidden => "only root and the daemon's own user may do that",
+            Self::NoSuchFunction => "the driver's version does not have that function",
+            Self::NoSuchCgroup => "there is no such cgroup",
+            Self::NotShareable => "the memory cannot be shared, or the descriptor keeps none",
+            Self::OwnMemory => "the memory is the process's own",
             Self::Invalid(words) => words,
         })
     }
@@ -281,8 +372,12 @@ pub struct State {
     pub memory: Vec<Option<Memory>>,
     /// Whoever holds memory, by host PID.
     pub holders: Vec<Holder>,
+    /// Memory that no process holds and descriptors keep.
+    pub kept: Vec<Kept>,
     /// Memory of dead processes on its way back.
     pub leaving: Bytes,
+    /// Limits of cgroups.
+    pub limits: Vec<Limit>,
     /// Faults in force.
     pub faults: Vec<Fault>,
 }
@@ -303,6 +398,34 @@ pub struct Holder {
     pub uncharged: u64,
 }
 
+/// Memory of a device that descriptors alone keep.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Kept {
+    /// Where.
+    pub region: Region,
+    /// How many allocations.
+    pub chunks: u64,
+    /// Their size together.
+    pub bytes: u64,
+}
+
+/// Limits of a cgroup on a device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Limit {
+    /// Device index.
+    pub device: u32,
+    /// Path of the cgroup within its hierarchy.
+    pub path: String,
+    /// What it may keep when memory is short.
+    pub soft: u64,
+    /// What it may have.
+    pub hard: u64,
+    /// What its processes have.
+    pub used: u64,
+}
+
 impl State {
     /// The faults of one kind.
     pub fn faults_named<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a FaultKind> {
@@ -312,13 +435,33 @@ impl State {
 
 /// Writes one message.
 pub(crate) fn send<T: Serialize>(stream: &mut impl Write, message: &T) -> io::Result<()> {
+    stream.write_all(&frame(message)?)
+}
+
+/// Writes one message with a descriptor beside it.
+pub(crate) fn send_with<T: Serialize>(
+    stream: &mut UnixStream,
+    message: &T,
+    descriptor: BorrowedFd<'_>,
+) -> io::Result<()> {
+    let frame = frame(message)?;
+    let descriptors = [descriptor];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut beside = SendAncillaryBuffer::new(&mut space);
+    beside.push(SendAncillaryMessage::ScmRights(&descriptors));
+    let sent = sendmsg(&*stream, &[IoSlice::new(&frame)], &mut beside, SendFlags::NOSIGNAL)?;
+    // The descriptor goes with the first byte.
+    stream.write_all(frame.get(sent..).unwrap_or_default())
+}
+
+fn frame<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
     let mut frame = vec![0; 4];
     serde_json::to_writer(&mut frame, message)?;
     let length = u32::try_from(frame.len().saturating_sub(4)).map_err(io::Error::other)?;
     if let Some(header) = frame.first_chunk_mut() {
         *header = length.to_le_bytes();
     }
-    stream.write_all(&frame)
+    Ok(frame)
 }
 
 /// Reads one message into `buffer`'s storage. `None` at the end of the stream.
@@ -326,12 +469,47 @@ pub(crate) fn receive<T: DeserializeOwned>(
     stream: &mut impl Read,
     buffer: &mut Vec<u8>,
 ) -> io::Result<Option<T>> {
+    receive_by(|block| stream.read(block), buffer)
+}
+
+/// Reads one message, and the descriptor beside it, if there is one.
+pub(crate) fn receive_with<T: DeserializeOwned>(
+    stream: &UnixStream,
+    buffer: &mut Vec<u8>,
+) -> io::Result<Option<(T, Option<OwnedFd>)>> {
+    let mut descriptor = None;
+    let message = receive_by(
+        |block| {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut beside = RecvAncillaryBuffer::new(&mut space);
+            let mut blocks = [IoSliceMut::new(block)];
+            let received = recvmsg(stream, &mut blocks, &mut beside, RecvFlags::CMSG_CLOEXEC)?;
+            for message in beside.drain() {
+                if let RecvAncillaryMessage::ScmRights(mut descriptors) = message {
+                    descriptor = descriptors.next().or(descriptor.take());
+                }
+            }
+            Ok(received.bytes)
+        },
+        buffer,
+    )?;
+    Ok(message.map(|message| (message, descriptor)))
+}
+
+/// Reads one message by a function that reads what is there.
+fn receive_by<T: DeserializeOwned>(
+    mut read: impl FnMut(&mut [u8]) -> io::Result<usize>,
+    buffer: &mut Vec<u8>,
+) -> io::Result<Option<T>> {
     // A request is answered before the next is sent, so one read usually takes the whole frame
     // and never a part of the next one.
     buffer.clear();
     let mut block = [0; 4096];
     loop {
-        let length = stream.read(&mut block)?;
+        let length = match read(&mut block) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            result => result?,
+        };
         if length == 0 {
             return if buffer.is_empty() { Ok(None) } else { Err(io::ErrorKind::UnexpectedEof.into()) };
         }
@@ -352,6 +530,8 @@ pub(crate) fn receive<T: DeserializeOwned>(
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
     use super::*;
 
     #[test]
@@ -372,6 +552,21 @@ mod tests {
         assert!(wire.len() > 4096);
         let mut buffer = Vec::new();
         assert_eq!(receive(&mut wire.as_slice(), &mut buffer).unwrap(), Some(reply));
+    }
+
+    #[test]
+    fn a_descriptor_arrives_beside_its_message() {
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        let file = std::fs::File::open("/proc/self/stat").unwrap();
+        let sent = Descriptor::of(file.as_fd()).unwrap();
+        send_with(&mut ours, &Reply::Done, file.as_fd()).unwrap();
+        let mut buffer = Vec::new();
+        let (reply, descriptor) = receive_with::<Reply>(&theirs, &mut buffer).unwrap().unwrap();
+        assert_eq!(reply, Reply::Done);
+        assert_eq!(Descriptor::of(descriptor.unwrap().as_fd()).unwrap(), sent);
+        send(&mut ours, &Reply::Done).unwrap();
+        let (_, descriptor) = receive_with::<Reply>(&theirs, &mut buffer).unwrap().unwrap();
+        assert!(descriptor.is_none());
     }
 
     #[test]

@@ -6,6 +6,11 @@ use crate::protocol::{Inventory, Region};
 /// otherwise a list, separated by commas, of UUIDs or device indices.
 pub const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
 
+/// The variable by which a process narrows and orders what CUDA shows it: absent shows everything;
+/// otherwise a list, separated by commas, of indices, and of UUIDs of devices or MIG instances or
+/// beginnings of these. What follows the first name of nothing does not count.
+pub const CUDA_VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
+
 /// What a process may see.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Visible(Option<Vec<String>>);
@@ -59,6 +64,45 @@ impl Visible {
         });
         usable.collect()
     }
+}
+
+impl Visible {
+    /// Devices as CUDA shows them to a process whose [`CUDA_VISIBLE_DEVICES`] is that.
+    pub fn chosen_devices(&self, inventory: &Inventory, chosen: Option<&str>) -> Vec<Region> {
+        let all = self.compute_devices(inventory);
+        let Some(chosen) = chosen else { return all };
+        let instances = self.devices(inventory).into_iter().flat_map(|(_, instances)| instances);
+        let instances: Vec<Region> = instances.collect();
+        let mut devices = Vec::new();
+        for name in chosen.split(',').map(str::trim) {
+            let by_index = name.parse::<usize>().ok().and_then(|index| all.get(index));
+            let by_name = || {
+                let named = |region: &&Region| uuids(inventory, **region).any(|uuid| uuid.starts_with(name));
+                let mut found = all.iter().filter(named);
+                let whole = found.next().filter(|_| found.next().is_none());
+                whole.or_else(|| {
+                    instances.iter().find(|region| uuids(inventory, **region).any(|uuid| uuid == name))
+                })
+            };
+            let named = !name.is_empty() && name.contains('-') && !name.starts_with('-');
+            match by_index.or_else(|| if named { by_name() } else { None }) {
+                Some(region) if !devices.contains(region) => devices.push(*region),
+                _ => break,
+            }
+        }
+        devices
+    }
+}
+
+/// The names of a region: its own, and its device's.
+fn uuids(inventory: &Inventory, region: Region) -> impl Iterator<Item = &str> {
+    let device = usize::try_from(region.device).ok().and_then(|index| inventory.devices.get(index));
+    let instance =
+        device.zip(region.instance).and_then(|(device, at)| device.instances.get(usize::try_from(at).ok()?));
+    device
+        .map(|device| device.uuid.as_str())
+        .into_iter()
+        .chain(instance.map(|instance| instance.uuid.as_str()))
 }
 
 #[cfg(test)]
@@ -117,5 +161,29 @@ mod tests {
         let seen = Visible::parse(Some("MIG-y")).devices(&inventory());
         assert_eq!(seen.len(), 1);
         assert_eq!(seen[0].1, [Region { device: 1, instance: Some(1) }]);
+    }
+
+    fn chosen(container: Option<&str>, process: Option<&str>) -> Vec<(u32, Option<u32>)> {
+        let seen = Visible::parse(container).chosen_devices(&inventory(), process);
+        seen.iter().map(|region| (region.device, region.instance)).collect()
+    }
+
+    #[test]
+    fn a_process_narrows_and_orders_what_it_sees() {
+        assert_eq!(chosen(None, None), [(0, None), (1, Some(0))]);
+        assert_eq!(chosen(None, Some("1,0")), [(1, Some(0)), (0, None)]);
+        assert_eq!(chosen(None, Some("GPU-a")), [(0, None)]);
+        assert_eq!(chosen(None, Some("MIG-y, GPU-a")), [(1, Some(1)), (0, None)]);
+        assert_eq!(chosen(Some("GPU-b"), Some("0")), [(1, Some(0))]);
+    }
+
+    #[test]
+    fn nothing_counts_from_a_name_of_nothing_on() {
+        for nothing in ["", "-1", "7", "GPU-z", "void", "GPU-"] {
+            assert!(chosen(None, Some(nothing)).is_empty(), "{nothing:?}");
+        }
+        assert_eq!(chosen(None, Some("0,7,1")), [(0, None)]);
+        assert_eq!(chosen(None, Some("0,0")), [(0, None)]);
+        assert!(chosen(Some("GPU-a"), Some("MIG-x")).is_empty());
     }
 }

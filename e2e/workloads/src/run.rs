@@ -3,16 +3,22 @@
 use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::io::Write;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
 use std::process::{Child, Command};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use clap::ValueEnum;
+use clap::builder::PossibleValue;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::cuda::{ContextHandle, Cuda, CudaError};
-use crate::script::{OnRefusal, Script, Statement};
+use crate::cuda::{ContextHandle, Cuda, CudaError, IpcHandle, Place, STEP};
+use crate::loader::{Bypass, Lookup};
+use crate::script::{OnRefusal, Script, Statement, Way};
 use crate::signals::{Signals, Terminated};
 use crate::units::show;
+use crate::{nvml, share};
 
 /// Between two attempts to get memory that was refused.
 const RETRY: Duration = Duration::from_millis(100);
@@ -43,6 +49,10 @@ enum Stop {
     Exit(u8),
     /// A call failed.
     Failed(String),
+    /// Memory was refused, and nothing has been said yet.
+    Refused(CudaError),
+    /// A call failed, and nothing has been said yet.
+    Cuda(CudaError),
 }
 
 impl From<Terminated> for Stop {
@@ -58,42 +68,45 @@ impl From<CudaError> for Stop {
 }
 
 /// A piece of memory that the script holds.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 struct Piece {
-    kind: Kind,
-    /// Address or handle.
-    place: u64,
+    place: Place,
     size: u64,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Plain,
-    Managed,
-    Physical,
+/// How to get at the driver.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Access {
+    pub(crate) lookup: Lookup,
+    pub(crate) bypass: Option<Bypass>,
 }
 
 /// A process on its way through a script.
 pub(crate) struct Runner {
     signals: Signals,
+    access: Access,
     cuda: Option<Cuda>,
     device: c_int,
     /// The contexts that this process has, by device.
     contexts: BTreeMap<c_int, ContextHandle>,
     pieces: Vec<Piece>,
+    /// Descriptors that keep memory of whomever.
+    descriptors: Vec<OwnedFd>,
     children: Vec<Child>,
     on_refusal: OnRefusal,
 }
 
 impl Runner {
     /// At the start of a script.
-    pub(crate) fn new(signals: Signals) -> Self {
+    pub(crate) fn new(signals: Signals, access: Access) -> Self {
         Self {
             signals,
+            access,
             cuda: None,
             device: 0,
             contexts: BTreeMap::new(),
             pieces: Vec::new(),
+            descriptors: Vec::new(),
             children: Vec::new(),
             on_refusal: OnRefusal::Exit(FAILED),
         }
@@ -112,11 +125,8 @@ impl Runner {
                 say(&format!("exits with {status}"));
                 status
             }
-            Err(Stop::Failed(reason)) => {
-                say(&reason);
-                self.end_children();
-                FAILED
-            }
+            Err(Stop::Failed(reason)) => self.fail(&reason),
+            Err(Stop::Refused(error) | Stop::Cuda(error)) => self.fail(&error.to_string()),
             Err(Stop::Terminated) => {
                 say("ends on request");
                 self.end_children();
@@ -124,6 +134,12 @@ impl Runner {
                 0
             }
         }
+    }
+
+    fn fail(&mut self, reason: &str) -> u8 {
+        say(reason);
+        self.end_children();
+        FAILED
     }
 
     fn step(&mut self, statement: &Statement) -> Result<(), Stop> {
@@ -136,20 +152,36 @@ impl Runner {
                 self.device = device;
             }
             Statement::Context => self.context()?,
-            Statement::Allocate(bytes) => {
-                self.take(Kind::Plain, *bytes)?;
+            Statement::Take(way, bytes) => {
+                self.take(*way, *bytes)?;
             }
-            Statement::Managed(bytes) => {
-                self.take(Kind::Managed, *bytes)?;
+            Statement::ExpectRefusal(attempt) => self.expect_refusal(*attempt)?,
+            Statement::Share { bytes, path } => self.share(*bytes, path)?,
+            Statement::Import { path, map } => self.import(path, *map)?,
+            Statement::Keep(path) => {
+                let (descriptor, bytes) = take_descriptor(path)?;
+                self.descriptors.push(descriptor);
+                say(&format!("keeps a descriptor of {}", show(bytes)));
             }
-            Statement::Physical(bytes) => {
-                self.take(Kind::Physical, *bytes)?;
+            Statement::Offer { bytes, path } => self.offer(*bytes, path)?,
+            Statement::Open(path) => self.open(path)?,
+            Statement::Info => self.info()?,
+            Statement::Synchronize => {
+                self.context()?;
+                let done = self.cuda()?.synchronize();
+                self.report("synchronize", 0, done)?;
+            }
+            Statement::Trim => {
+                self.context()?;
+                let device = self.device;
+                let done = self.cuda()?.trim(device);
+                self.report("trim", 0, done)?;
             }
             Statement::Touch => self.touch()?,
             Statement::Grow { bytes_per_second, target } => self.grow(*bytes_per_second, *target)?,
             Statement::Leak { bytes, every, times } => self.leak(*bytes, *every, *times)?,
             Statement::Spike { bytes, lasting } => {
-                if self.take(Kind::Plain, *bytes)? {
+                if self.take(Way::Plain, *bytes)? {
                     self.signals.wait(*lasting)?;
                     self.give_back(Some(*bytes))?;
                 }
@@ -176,7 +208,7 @@ impl Runner {
         let period = Duration::from_micros(each.saturating_mul(1_000_000) / bytes_per_second);
         let mut next = Instant::now();
         while self.held() < target {
-            if !self.take(Kind::Plain, each.min(target - self.held()))? {
+            if !self.take(Way::Plain, each.min(target - self.held()))? {
                 return Ok(());
             }
             next += period;
@@ -189,7 +221,7 @@ impl Runner {
         let mut next = Instant::now();
         let mut left = times;
         while left != Some(0) {
-            self.take(Kind::Plain, bytes)?;
+            self.take(Way::Plain, bytes)?;
             left = left.map(|left| left - 1);
             next += every;
             self.signals.wait_until(Some(next))?;
@@ -222,33 +254,36 @@ impl Runner {
     fn beat(&self) -> Result<(), CudaError> {
         let Some(cuda) = &self.cuda else { return Ok(()) };
         let bytes = length(HEARTBEAT_BYTES);
-        let address = cuda.allocate(bytes)?;
-        let used = cuda.touch(address, bytes);
-        cuda.free(address)?;
+        let place = cuda.allocate(bytes)?;
+        let used = match place {
+            Place::Address(address) => cuda.touch(address, bytes),
+            _ => Ok(()),
+        };
+        cuda.give_back(place)?;
         used
     }
 
     /// Takes memory, by the rule for refusals. Whether there is more now.
-    fn take(&mut self, kind: Kind, bytes: u64) -> Result<bool, Stop> {
-        if kind != Kind::Physical {
-            self.context()?;
-        }
-        let device = self.device;
+    fn take(&mut self, way: Way, bytes: u64) -> Result<bool, Stop> {
+        self.context_for(way)?;
         loop {
-            let cuda = self.cuda()?;
-            let taken = match kind {
-                Kind::Plain => cuda.allocate(length(bytes)),
-                Kind::Managed => cuda.allocate_managed(length(bytes)),
-                Kind::Physical => cuda.create(device, length(bytes)),
-            };
-            match taken {
-                Ok(place) => {
-                    self.pieces.push(Piece { kind, place, size: bytes });
-                    say(&format!("took {}: holds {}", show(bytes), show(self.held())));
+            match self.attempt(way, bytes) {
+                Ok(piece) => {
+                    let size = piece.size;
+                    self.pieces.push(piece);
+                    say(&format!("took {}: holds {}", show(size), show(self.held())));
+                    self.tell(way.name(), size, None);
                     return Ok(true);
                 }
-                Err(error) if error.is_refusal() => say(&format!("{error}: holds {}", show(self.held()))),
-                Err(error) => return Err(error.into()),
+                Err(Stop::Refused(error)) => {
+                    say(&format!("{error}: holds {}", show(self.held())));
+                    self.tell(way.name(), bytes, Some(&error));
+                }
+                Err(Stop::Cuda(error)) => {
+                    self.tell(way.name(), bytes, Some(&error));
+                    return Err(Stop::Failed(error.to_string()));
+                }
+                Err(stop) => return Err(stop),
             }
             match self.on_refusal {
                 OnRefusal::Exit(status) => return Err(Stop::Exit(status)),
@@ -258,13 +293,209 @@ impl Runner {
         }
     }
 
+    /// Makes the context that a way of taking memory needs.
+    fn context_for(&mut self, way: Way) -> Result<(), Stop> {
+        if way == Way::Physical { Ok(()) } else { self.context() }
+    }
+
+    /// Takes memory once.
+    fn attempt(&mut self, way: Way, bytes: u64) -> Result<Piece, Stop> {
+        let device = self.device;
+        let cuda = self.cuda()?;
+        let wanted = length(bytes);
+        let stepwise = length(bytes.saturating_add(STEP - 1) / STEP * STEP);
+        let place = match way {
+            Way::Plain => cuda.allocate(wanted),
+            Way::Pitch => cuda.allocate_pitch(wanted),
+            Way::Managed => cuda.allocate_managed(wanted),
+            Way::Physical => cuda.create(device, stepwise).map(Place::Physical),
+            Way::Mapped => cuda.create(device, stepwise).and_then(|made| cuda.map(device, made, stepwise)),
+            Way::Async => cuda.allocate_async(wanted),
+            Way::Pool => cuda.allocate_from_pool(device, wanted),
+            Way::Array => cuda.create_array(wanted),
+            Way::Graph => cuda.launch_graph(device, wanted),
+            Way::Capture => cuda.launch_captured(device, wanted),
+            Way::Host => cuda.allocate_host(wanted),
+        };
+        match place {
+            Ok(place) => Ok(Piece { place, size: bytes }),
+            Err(error) if error.is_refusal() => Err(Stop::Refused(error)),
+            Err(error) => Err(Stop::Cuda(error)),
+        }
+    }
+
+    /// Goes on only where the driver refuses exactly as it does when memory is short.
+    fn expect_refusal(&mut self, attempt: Option<(Way, u64)>) -> Result<(), Stop> {
+        let (name, bytes) = attempt.map_or(("context", 0), |(way, bytes)| (way.name(), bytes));
+        let refused = match attempt {
+            None => {
+                let device = self.device;
+                let entered = self.cuda()?.enter(device);
+                entered.map(|context| {
+                    self.contexts.insert(device, context);
+                })
+            }
+            Some((way, bytes)) => {
+                self.context_for(way)?;
+                match self.attempt(way, bytes) {
+                    Ok(piece) => {
+                        self.pieces.push(piece);
+                        Ok(())
+                    }
+                    Err(Stop::Refused(error) | Stop::Cuda(error)) => Err(error),
+                    Err(stop) => return Err(stop),
+                }
+            }
+        };
+        self.tell(name, bytes, refused.as_ref().err());
+        match refused {
+            Err(error) if error.is_refusal() => {
+                say(&format!("{error}, as expected: holds {}", show(self.held())));
+                Ok(())
+            }
+            Err(error) => Err(Stop::Failed(format!("expected CUDA_ERROR_OUT_OF_MEMORY (2), but {error}"))),
+            Ok(()) => Err(Stop::Failed(format!(
+                "expected CUDA_ERROR_OUT_OF_MEMORY (2), but {name} got {}",
+                show(bytes)
+            ))),
+        }
+    }
+
+    /// Makes memory without a context, and a descriptor of it for whoever wants one.
+    fn share(&mut self, bytes: u64, path: &Path) -> Result<(), Stop> {
+        if !self.take(Way::Physical, bytes)? {
+            return Ok(());
+        }
+        let Some(Piece { place: Place::Physical(handle), .. }) = self.pieces.last() else { return Ok(()) };
+        let handle = *handle;
+        let exported = self.cuda()?.export(handle);
+        self.tell("export", bytes, exported.as_ref().err());
+        let served = share::serve(path, exported?, bytes);
+        served.map_err(|error| Stop::Failed(format!("cannot share at {}: {error}", path.display())))
+    }
+
+    /// Takes a share in memory that another process made.
+    fn import(&mut self, path: &Path, map: bool) -> Result<(), Stop> {
+        let (descriptor, bytes) = take_descriptor(path)?;
+        if map {
+            self.context()?;
+        }
+        let device = self.device;
+        let cuda = self.cuda()?;
+        let imported = cuda.import(descriptor.as_fd());
+        let place = imported.and_then(|handle| {
+            if map { cuda.map(device, handle, length(bytes)) } else { Ok(Place::Physical(handle)) }
+        });
+        self.tell("import", bytes, place.as_ref().err());
+        self.pieces.push(Piece { place: place?, size: bytes });
+        Ok(())
+    }
+
+    /// Takes memory that another process can open by a file.
+    fn offer(&mut self, bytes: u64, path: &Path) -> Result<(), Stop> {
+        if !self.take(Way::Plain, bytes)? {
+            return Ok(());
+        }
+        let Some(Piece { place: Place::Address(address), .. }) = self.pieces.last() else { return Ok(()) };
+        let address = *address;
+        let offered = self.cuda()?.offer(address);
+        self.tell("offer", bytes, offered.as_ref().err());
+        let IpcHandle(handle) = offered?;
+        // Whoever waits for the file must not find a part of it.
+        let content: Vec<u8> = handle.iter().copied().chain(bytes.to_le_bytes()).collect();
+        let new = path.with_extension("new");
+        let written = std::fs::write(&new, content).and_then(|()| std::fs::rename(&new, path));
+        written.map_err(|error| Stop::Failed(format!("cannot write {}: {error}", path.display())))
+    }
+
+    /// Opens memory that another process offers, once it does.
+    fn open(&mut self, path: &Path) -> Result<(), Stop> {
+        self.context()?;
+        let content = loop {
+            match std::fs::read(path) {
+                Ok(content) => break content,
+                Err(_) => self.signals.wait(RETRY)?,
+            }
+        };
+        let parts = content.split_first_chunk().zip(content.last_chunk());
+        let Some(((handle, _), bytes)) = parts else {
+            return Err(Stop::Failed(format!("{} is no offer", path.display())));
+        };
+        let bytes = u64::from_le_bytes(*bytes);
+        let opened = self.cuda()?.open_offer(IpcHandle(*handle));
+        self.tell("open", bytes, opened.as_ref().err());
+        self.pieces.push(Piece { place: opened?, size: bytes });
+        Ok(())
+    }
+
+    /// Prints what the driver and NVML say about the device's memory.
+    fn info(&mut self) -> Result<(), Stop> {
+        self.context()?;
+        let (device, bypass) = (self.device, self.access.bypass);
+        let cuda = self.cuda()?;
+        let number = |result: &Result<usize, CudaError>| {
+            result.as_ref().map_or_else(|_| "null".to_owned(), ToString::to_string)
+        };
+        let info = cuda.info();
+        let (free, total) = match &info {
+            Ok((free, total)) => (Ok(*free), Ok(*total)),
+            Err(error) => (Err(error.clone()), Err(error.clone())),
+        };
+        let whole = cuda.total(device);
+        let (old, new) = nvml::views(cuda.uuid(device)?, bypass);
+        let old = match old {
+            Ok(nvml::Memory { total, free, used }) => {
+                format!("{{\"total\":{total},\"free\":{free},\"used\":{used}}}")
+            }
+            Err(code) => format!("{{\"code\":{code}}}"),
+        };
+        let new = match new {
+            Ok(nvml::MemoryV2 { total, reserved, free, used, .. }) => {
+                format!("{{\"total\":{total},\"reserved\":{reserved},\"free\":{free},\"used\":{used}}}")
+            }
+            Err(code) => format!("{{\"code\":{code}}}"),
+        };
+        say(&format!(
+            "info {{\"device\":{device},\"code\":{},\"free\":{},\"total\":{},\"deviceTotal\":{},\"nvml\":{old},\"nvmlV2\":{new}}}",
+            info.as_ref().err().map_or(0, |error| error.code),
+            number(&free),
+            number(&total),
+            number(&whole),
+        ));
+        Ok(())
+    }
+
+    /// Says how a call ended, in a line for machines; fails as the call did.
+    fn report(&self, name: &str, bytes: u64, result: Result<(), CudaError>) -> Result<(), Stop> {
+        self.tell(name, bytes, result.as_ref().err());
+        Ok(result?)
+    }
+
+    /// Prints how a statement's calls ended, in a line for machines.
+    fn tell(&self, name: &str, bytes: u64, error: Option<&CudaError>) {
+        let (code, text, call) =
+            error.map_or((0, "CUDA_SUCCESS", "-"), |e| (e.code, e.name.as_str(), e.call));
+        // One word, also where the driver has no name for the code.
+        let text = text.replace(' ', "-");
+        say(&format!(
+            "result op={name} bytes={bytes} code={code} name={text} call={call} held={}",
+            self.held()
+        ));
+    }
+
     fn touch(&mut self) -> Result<(), Stop> {
         self.context()?;
-        let addressed = self.pieces.iter().filter(|piece| piece.kind != Kind::Physical);
-        let addressed: Vec<Piece> = addressed.copied().collect();
+        let addressed = self.pieces.iter().filter_map(|piece| match piece.place {
+            Place::Address(address)
+            | Place::Async(address)
+            | Place::Pool(address, _)
+            | Place::Mapped(address, _) => Some((address, piece.size)),
+            _ => None,
+        });
+        let addressed: Vec<(u64, u64)> = addressed.collect();
         let cuda = self.cuda()?;
-        for piece in addressed {
-            cuda.touch(piece.place, length(piece.size))?;
+        for (address, size) in addressed {
+            cuda.touch(address, length(size))?;
         }
         Ok(())
     }
@@ -274,14 +505,18 @@ impl Runner {
         let mut left = bytes.unwrap_or(u64::MAX);
         while left > 0 {
             let Some(piece) = self.pieces.pop() else { break };
-            let cuda = self.cuda()?;
-            match piece.kind {
-                Kind::Plain | Kind::Managed => cuda.free(piece.place)?,
-                Kind::Physical => cuda.release(piece.place)?,
+            let given = self.cuda()?.give_back(piece.place);
+            if let Err(error) = &given {
+                self.tell("free", piece.size, Some(error));
             }
+            given?;
             left = left.saturating_sub(piece.size);
         }
+        if bytes.is_none() {
+            self.descriptors.clear();
+        }
         say(&format!("gave back: holds {}", show(self.held())));
+        self.tell("free", bytes.unwrap_or(0), None);
         Ok(())
     }
 
@@ -289,7 +524,10 @@ impl Runner {
     /// itself, so they begin anew as programs of their own.
     fn fork(&mut self, children: u32, script: &str) -> Result<(), Stop> {
         for _ in 0..children {
-            let child = Command::new("/proc/self/exe").args(["--script", script]).spawn();
+            let child = Command::new("/proc/self/exe")
+                .args(["--script", script])
+                .args(self.access.arguments())
+                .spawn();
             self.children
                 .push(child.map_err(|error| Stop::Failed(format!("cannot start a child: {error}")))?);
         }
@@ -369,7 +607,9 @@ impl Runner {
     /// The driver; opened when first needed.
     fn cuda(&mut self) -> Result<&Cuda, Stop> {
         if self.cuda.is_none() {
-            let cuda = Cuda::open().map_err(|error| Stop::Failed(format!("no CUDA driver: {error}")))?;
+            let Access { lookup, bypass } = self.access;
+            let cuda = Cuda::open(lookup, bypass)
+                .map_err(|error| Stop::Failed(format!("no CUDA driver: {error}")))?;
             self.cuda = Some(cuda);
         }
         self.cuda.as_ref().ok_or_else(|| Stop::Failed("no CUDA driver".into()))
@@ -379,6 +619,25 @@ impl Runner {
     fn held(&self) -> u64 {
         self.pieces.iter().map(|piece| piece.size).sum()
     }
+}
+
+impl Access {
+    /// The arguments by which a child gets at the driver in the same way.
+    fn arguments(self) -> Vec<String> {
+        let name =
+            |value: Option<PossibleValue>| value.map_or(String::new(), |value| value.get_name().to_owned());
+        let mut arguments = vec!["--lookup".to_owned(), name(self.lookup.to_possible_value())];
+        if let Some(bypass) = self.bypass {
+            arguments.extend(["--bypass".to_owned(), name(bypass.to_possible_value())]);
+        }
+        arguments
+    }
+}
+
+/// A descriptor and the size of what it keeps, from whoever shares it at a path.
+fn take_descriptor(path: &Path) -> Result<(OwnedFd, u64), Stop> {
+    let failed = |error| Stop::Failed(format!("no descriptor from {}: {error}", path.display()));
+    share::take(path).map_err(failed)
 }
 
 /// As C counts bytes. More than fits is more than any device has, so the driver will refuse it.

@@ -20,12 +20,28 @@ pub(crate) enum Statement {
     Device(i32),
     /// `context`: makes the context; statements that need one make it otherwise.
     Context,
-    /// `alloc 2Gi`
-    Allocate(u64),
-    /// `managed 1Gi`: takes room on the device only when touched.
-    Managed(u64),
-    /// `physical 1Gi`: memory made without a context, which no process list shows.
-    Physical(u64),
+    /// `alloc 2Gi` and its like: takes memory in one of the ways that there are.
+    Take(Way, u64),
+    /// `expect-oom OP SIZE`, `expect-oom context`: goes on only if the driver refuses with exactly
+    /// CUDA_ERROR_OUT_OF_MEMORY.
+    ExpectRefusal(Option<(Way, u64)>),
+    /// `share 1Gi at PATH`: memory made without a context, with a descriptor for whoever connects
+    /// to a socket there.
+    Share { bytes: u64, path: PathBuf },
+    /// `import PATH [map]`: memory by a descriptor from such a socket.
+    Import { path: PathBuf, map: bool },
+    /// `keep PATH`: such a descriptor alone, without the driver.
+    Keep(PathBuf),
+    /// `offer 1Gi at PATH`: takes memory, and writes a file by which another process can open it.
+    Offer { bytes: u64, path: PathBuf },
+    /// `open PATH`: opens another process's memory.
+    Open(PathBuf),
+    /// `info`: prints what driver and NVML say about the device's memory.
+    Info,
+    /// `synchronize`: waits for the device; pools give back what they do not use.
+    Synchronize,
+    /// `trim`: the device's own pool and its graphs give back what they do not use.
+    Trim,
     /// `touch`: writes to everything held.
     Touch,
     /// `grow 512Mi/s to 8Gi`: until so much is held.
@@ -50,6 +66,60 @@ pub(crate) enum Statement {
     OnRefusal(OnRefusal),
     /// `exit N`: at once, whatever children do.
     Exit(u8),
+}
+
+/// The ways to take memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// `cuMemAlloc`.
+    Plain,
+    /// `cuMemAllocPitch`: in rows.
+    Pitch,
+    /// `cuMemAllocManaged`: takes room on the device only when touched.
+    Managed,
+    /// `cuMemCreate` alone: made without a context, so that no process list shows it.
+    Physical,
+    /// `cuMemCreate`, mapped, and the handle released.
+    Mapped,
+    /// `cuMemAllocAsync`: from the device's own pool.
+    Async,
+    /// `cuMemAllocFromPoolAsync`: from a pool of its own.
+    Pool,
+    /// `cuArrayCreate`.
+    Array,
+    /// A node of a graph that is launched.
+    Graph,
+    /// Taken and given back while a stream is captured into a graph, which is launched.
+    Capture,
+    /// `cuMemHostAlloc`: memory of the host.
+    Host,
+}
+
+impl Way {
+    /// All of them, by the words of scripts.
+    const ALL: [(&'static str, Self); 12] = [
+        ("alloc", Self::Plain),
+        ("pitch", Self::Pitch),
+        ("managed", Self::Managed),
+        ("physical", Self::Physical),
+        ("create", Self::Physical),
+        ("vmm", Self::Mapped),
+        ("async", Self::Async),
+        ("pool", Self::Pool),
+        ("array", Self::Array),
+        ("graph", Self::Graph),
+        ("capture", Self::Capture),
+        ("host", Self::Host),
+    ];
+
+    fn by_name(name: &str) -> Option<Self> {
+        Self::ALL.iter().find(|(known, _)| *known == name).map(|(_, way)| *way)
+    }
+
+    /// Its first word in scripts.
+    pub(crate) fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(_, way)| *way == self).map_or("", |(name, _)| *name)
+    }
 }
 
 /// What to do when memory is refused.
@@ -103,9 +173,20 @@ impl Statement {
                 Self::Device(number.parse().map_err(|_| format!("{number:?} is no device number"))?)
             }
             ["context"] => Self::Context,
-            ["alloc", size] => Self::Allocate(positive(size)?),
-            ["managed", size] => Self::Managed(positive(size)?),
-            ["physical", size] => Self::Physical(positive(size)?),
+            ["expect-oom", "context"] => Self::ExpectRefusal(None),
+            ["expect-oom", name, size] => {
+                let way = Way::by_name(name).ok_or_else(|| usage("expect-oom"))?;
+                Self::ExpectRefusal(Some((way, positive(size)?)))
+            }
+            ["share", size, "at", path] => Self::Share { bytes: positive(size)?, path: path.into() },
+            ["import", path] => Self::Import { path: path.into(), map: false },
+            ["import", path, "map"] => Self::Import { path: path.into(), map: true },
+            ["keep", path] => Self::Keep(path.into()),
+            ["offer", size, "at", path] => Self::Offer { bytes: positive(size)?, path: path.into() },
+            ["open", path] => Self::Open(path.into()),
+            ["info"] => Self::Info,
+            ["synchronize"] => Self::Synchronize,
+            ["trim"] => Self::Trim,
             ["touch"] => Self::Touch,
             ["grow", rate, "to", size] => {
                 Self::Grow { bytes_per_second: parse_rate(rate)?, target: positive(size)? }
@@ -132,19 +213,40 @@ impl Statement {
             ["on-oom", "retry"] => Self::OnRefusal(OnRefusal::Retry),
             ["on-oom", "exit", status] => Self::OnRefusal(OnRefusal::Exit(parse_status(status)?)),
             ["exit", status] => Self::Exit(parse_status(status)?),
-            [name, ..] => return Err(usage(name)),
+            [name, rest @ ..] => match (Way::by_name(name), rest) {
+                (Some(way), [size]) => Self::Take(way, positive(size)?),
+                _ => return Err(usage(name)),
+            },
             [] => return Err("nothing here".into()),
         })
     }
 }
 
 fn usage(name: &str) -> String {
-    const FORMS: [(&str, &str); 17] = [
+    const FORMS: [(&str, &str); 35] = [
         ("device", "device N"),
         ("context", "context"),
         ("alloc", "alloc SIZE"),
+        ("pitch", "pitch SIZE"),
         ("managed", "managed SIZE"),
         ("physical", "physical SIZE"),
+        ("create", "create SIZE"),
+        ("vmm", "vmm SIZE"),
+        ("async", "async SIZE"),
+        ("pool", "pool SIZE"),
+        ("array", "array SIZE"),
+        ("graph", "graph SIZE"),
+        ("capture", "capture SIZE"),
+        ("host", "host SIZE"),
+        ("expect-oom", "expect-oom context, or expect-oom and one of the above that take memory"),
+        ("share", "share SIZE at PATH"),
+        ("import", "import PATH [map]"),
+        ("keep", "keep PATH"),
+        ("offer", "offer SIZE at PATH"),
+        ("open", "open PATH"),
+        ("info", "info"),
+        ("synchronize", "synchronize"),
+        ("trim", "trim"),
         ("touch", "touch"),
         ("grow", "grow SIZE/s to SIZE"),
         ("leak", "leak SIZE every DURATION [xN]"),
@@ -247,7 +349,10 @@ mod tests {
 
     #[test]
     fn every_statement_is_understood() {
-        let script = "device 1; context; alloc 2Gi; managed 1Gi; physical 4Mi; touch
+        let script = "device 1; context; alloc 2Gi; managed 1Gi; physical 4Mi; create 4Mi; touch
+            pitch 1Gi; vmm 1Gi; async 1Gi; pool 1Gi; array 1Gi; graph 1Gi; capture 1Gi; host 1Gi
+            expect-oom vmm 2Gi; expect-oom context; info; synchronize; trim
+            share 1Gi at /s; import /s; import /s map; keep /s; offer 1Gi at /o; open /o
             grow 512Mi/s to 8Gi
             leak 64Mi every 500ms; leak 64Mi every 1s x10
             spike 4Gi for 200ms; hold 5s; hold; free; free 2Gi
@@ -259,10 +364,30 @@ mod tests {
             [
                 Statement::Device(1),
                 Statement::Context,
-                Statement::Allocate(2 * GIB),
-                Statement::Managed(GIB),
-                Statement::Physical(4 * MIB),
+                Statement::Take(Way::Plain, 2 * GIB),
+                Statement::Take(Way::Managed, GIB),
+                Statement::Take(Way::Physical, 4 * MIB),
+                Statement::Take(Way::Physical, 4 * MIB),
                 Statement::Touch,
+                Statement::Take(Way::Pitch, GIB),
+                Statement::Take(Way::Mapped, GIB),
+                Statement::Take(Way::Async, GIB),
+                Statement::Take(Way::Pool, GIB),
+                Statement::Take(Way::Array, GIB),
+                Statement::Take(Way::Graph, GIB),
+                Statement::Take(Way::Capture, GIB),
+                Statement::Take(Way::Host, GIB),
+                Statement::ExpectRefusal(Some((Way::Mapped, 2 * GIB))),
+                Statement::ExpectRefusal(None),
+                Statement::Info,
+                Statement::Synchronize,
+                Statement::Trim,
+                Statement::Share { bytes: GIB, path: "/s".into() },
+                Statement::Import { path: "/s".into(), map: false },
+                Statement::Import { path: "/s".into(), map: true },
+                Statement::Keep("/s".into()),
+                Statement::Offer { bytes: GIB, path: "/o".into() },
+                Statement::Open("/o".into()),
                 Statement::Grow { bytes_per_second: 512 * MIB, target: 8 * GIB },
                 Statement::Leak { bytes: 64 * MIB, every: half, times: None },
                 Statement::Leak { bytes: 64 * MIB, every: second, times: Some(10) },
@@ -310,6 +435,8 @@ mod tests {
         assert!(error("grow 512Mi to 8Gi").contains("512Mi"));
         assert!(error("leak 64Mi every 1s 10").contains("x10"));
         assert!(error("exit 256").contains("0 to 255"));
+        assert!(error("expect-oom hold 1s").contains("write `expect-oom"));
+        assert!(error("vmm 1Gi 2Gi").contains("write `vmm SIZE`"));
         assert!(error("hold 5 s").contains("write `hold [DURATION]`"));
     }
 

@@ -17,9 +17,16 @@ pub(crate) enum Code {
     NoDevice = 100,
     InvalidDevice = 101,
     InvalidContext = 201,
+    OperatingSystem = 304,
+    InvalidHandle = 400,
+    IllegalState = 401,
     NotFound = 500,
     ContextIsDestroyed = 709,
     NotSupported = 801,
+    CaptureUnsupported = 900,
+    CaptureInvalidated = 901,
+    CaptureImplicit = 906,
+    CaptureWrongThread = 908,
     Unknown = 999,
 }
 
@@ -35,6 +42,9 @@ impl From<CallError> for Code {
         match error {
             CallError::Refused(Failure::OutOfMemory) => Self::OutOfMemory,
             CallError::Refused(Failure::NotSupported) => Self::NotSupported,
+            CallError::Refused(Failure::NotShareable) => Self::InvalidValue,
+            CallError::Refused(Failure::OwnMemory) => Self::InvalidContext,
+            CallError::NoDescriptor => Self::OperatingSystem,
             // A device that fell off the bus, or lost its state by a reset, leaves its programs
             // with this.
             CallError::Disconnected(_) | CallError::Refused(_) => Self::Unknown,
@@ -43,7 +53,7 @@ impl From<CallError> for Code {
 }
 
 /// Number, name and description of each code that callers may meet here.
-const TEXTS: [(c_uint, &CStr, &CStr); 11] = [
+const TEXTS: [(c_uint, &CStr, &CStr); 18] = [
     (0, c"CUDA_SUCCESS", c"no error"),
     (1, c"CUDA_ERROR_INVALID_VALUE", c"invalid argument"),
     (2, c"CUDA_ERROR_OUT_OF_MEMORY", c"out of memory"),
@@ -51,9 +61,28 @@ const TEXTS: [(c_uint, &CStr, &CStr); 11] = [
     (100, c"CUDA_ERROR_NO_DEVICE", c"no CUDA-capable device is detected"),
     (101, c"CUDA_ERROR_INVALID_DEVICE", c"invalid device ordinal"),
     (201, c"CUDA_ERROR_INVALID_CONTEXT", c"invalid device context"),
+    (304, c"CUDA_ERROR_OPERATING_SYSTEM", c"OS call failed or operation not supported on this OS"),
+    (400, c"CUDA_ERROR_INVALID_HANDLE", c"invalid resource handle"),
+    (401, c"CUDA_ERROR_ILLEGAL_STATE", c"the operation cannot be performed in the present state"),
     (500, c"CUDA_ERROR_NOT_FOUND", c"named symbol not found"),
     (709, c"CUDA_ERROR_CONTEXT_IS_DESTROYED", c"context is destroyed"),
     (801, c"CUDA_ERROR_NOT_SUPPORTED", c"operation not supported"),
+    (900, c"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", c"operation not permitted when stream is capturing"),
+    (
+        901,
+        c"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+        c"operation failed due to a previous error during capture",
+    ),
+    (
+        906,
+        c"CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
+        c"operation would make the legacy stream depend on a capturing blocking stream",
+    ),
+    (
+        908,
+        c"CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD",
+        c"attempt to terminate a thread-local capture sequence from another thread",
+    ),
     (999, c"CUDA_ERROR_UNKNOWN", c"unknown error"),
 ];
 

@@ -1,6 +1,6 @@
 //! Devices.
 
-use std::ffi::{c_char, c_int};
+use std::ffi::{CStr, c_char, c_int, c_uint};
 
 use gpusim::protocol::{DeviceFacts, InstanceFacts, Region, Request};
 
@@ -44,6 +44,12 @@ exports! {
         put(uuid, binary(&text))
     }
 
+    /// Bytes that allocations may have, as far as 32 bits tell.
+    fn cuDeviceTotalMem(bytes: Out<c_uint>, device: c_int) {
+        let usable = facts(device, |_, device, instance| instance.map_or(device.usable, |i| i.usable))?;
+        put(bytes, c_uint::try_from(usable).unwrap_or(c_uint::MAX))
+    }
+
     /// Bytes that allocations may have.
     fn cuDeviceTotalMem_v2(bytes: Out<usize>, device: c_int) {
         let usable = facts(device, |_, device, instance| instance.map_or(device.usable, |i| i.usable))?;
@@ -62,6 +68,38 @@ exports! {
         let bus = facts(device, |_, device, _| device.bus)?;
         // SAFETY: the caller has room for `length` bytes, as the interface asks.
         unsafe { put_text(id, length, &format!("0000:{bus:02X}:00.0")) }
+    }
+
+    /// The device at a place on the PCI bus.
+    fn cuDeviceGetByPCIBusId(device: Out<c_int>, address: *const c_char) {
+        let out = device.ok_or(Code::InvalidValue)?;
+        if address.is_null() {
+            return Err(Code::InvalidValue);
+        }
+        // SAFETY: a text that ends in a zero byte, as the interface asks.
+        let address = unsafe { CStr::from_ptr(address) }.to_str().map_err(|_| Code::InvalidValue)?;
+        // Domain, bus and device, the first and the function perhaps left out.
+        let parts: Vec<&str> = address.split(':').collect();
+        let (bus, place) = match parts.as_slice() {
+            [_, bus, place] | [bus, place] => (*bus, *place),
+            _ => return Err(Code::InvalidValue),
+        };
+        let bus = u32::from_str_radix(bus, 16).map_err(|_| Code::InvalidValue)?;
+        let place = place.split('.').next().unwrap_or_default();
+        let first = u32::from_str_radix(place, 16).map_err(|_| Code::InvalidValue)? == 0;
+        let found = with(|session| {
+            let at = session.devices.iter().position(|region| {
+                first && lookup(session, *region).is_some_and(|(device, _)| device.bus == bus)
+            });
+            at.and_then(|at| c_int::try_from(at).ok()).ok_or(Code::InvalidDevice)
+        })?;
+        put(Some(out), found)
+    }
+
+    /// Whether a device may use another's memory: each may.
+    fn cuDeviceCanAccessPeer(answer: Out<c_int>, device: c_int, peer: c_int) {
+        with(|session| ordinal(session, device).and(ordinal(session, peer)).map(|_| ()))?;
+        put(answer, c_int::from(device != peer))
     }
 
     /// One of many numbers about a device; those that no workload of ours reads are 0.
@@ -84,8 +122,8 @@ exports! {
             // Compute capability 9.0.
             75 => 9,
             // Maps host memory; unified addresses; managed memory, also from both sides at once;
-            // virtual memory management with descriptors to share.
-            19 | 41 | 83 | 89 | 102 | 103 => 1,
+            // virtual memory management with descriptors to share; pools.
+            19 | 41 | 83 | 89 | 102 | 103 | 115 => 1,
             other if other <= LAST_ATTRIBUTE && other > 0 => 0,
             _ => return Err(Code::InvalidValue),
         };

@@ -6,13 +6,23 @@
 //! nullable pointer and needs no unsafe code to check and to write.
 #![allow(non_snake_case, reason = "the names are CUDA's")]
 
+mod array;
 mod code;
 mod context;
 mod device;
 mod entry;
+mod graph;
+mod host;
+mod ipc;
+mod launch;
+mod link;
 mod memory;
 mod output;
+mod pointer;
+mod pool;
 mod session;
+mod stream;
+mod uvm;
 mod virtual_memory;
 
 /// Defines functions of the C interface, whose bodies may fail with a [`code::Code`], and

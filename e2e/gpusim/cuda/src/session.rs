@@ -3,17 +3,28 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{c_int, c_uint, c_void};
+use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use gpusim::client::{Client, socket_path};
+use gpusim::client::socket_path;
 use gpusim::driver::GRANULARITY;
+use gpusim::files;
 use gpusim::protocol::{Inventory, MemoryKind, ProcessList, Region, Reply, Request};
-use gpusim::visible::Visible;
+use gpusim::visible::{CUDA_VISIBLE_DEVICES, Visible};
 
+use crate::array::Arrays;
 use crate::code::Code;
 use crate::exports;
+use crate::graph::Graphs;
+use crate::host::HostMemory;
+use crate::launch::Modules;
+use crate::link::{Link, is_null};
 use crate::output::{Out, put};
+use crate::pool::Pools;
+use crate::stream::Streams;
+use crate::uvm;
 
 /// `CUdeviceptr`.
 pub(crate) type DevicePointer = u64;
@@ -24,6 +35,14 @@ const LISTS_VARIABLE: &str = "GPUSIM_PROCESS_LISTS";
 
 /// Device memory has addresses from here on: far from where Linux puts anything of the host's.
 const FIRST_ADDRESS: DevicePointer = 0x3000_0000_0000;
+/// Nothing can be longer than what a process can address. A node of a graph has its addresses from the
+/// moment it is made, and fails by this alone: its memory is taken later.
+const ADDRESS_SPACE: u64 = 1 << 47;
+/// Addresses for calls of the oldest form, which count in 32 bits.
+const FIRST_LOW_ADDRESS: DevicePointer = 0x1000_0000;
+const LAST_LOW_ADDRESS: DevicePointer = 0xf000_0000;
+/// Handles of whatever the daemon does not number.
+const FIRST_HANDLE: usize = 0x5000_0000_0000;
 
 static SESSION: Mutex<Option<Session>> = Mutex::new(None);
 /// Set in children that `fork` made of a process that uses the driver: they cannot use it.
@@ -36,7 +55,7 @@ thread_local! {
 
 /// Everything between `cuInit` and the end of the process.
 pub(crate) struct Session {
-    client: Client,
+    link: Link,
     pub(crate) inventory: Inventory,
     pub(crate) devices: Vec<Region>,
     /// By handle.
@@ -53,7 +72,20 @@ pub(crate) struct Session {
     pub(crate) reserved: BTreeMap<DevicePointer, u64>,
     /// What of those ranges is mapped: by start, the size and the handle.
     pub(crate) mapped: BTreeMap<DevicePointer, (u64, u64)>,
+    pub(crate) pools: Pools,
+    pub(crate) streams: Streams,
+    pub(crate) graphs: Graphs,
+    pub(crate) arrays: Arrays,
+    pub(crate) host: HostMemory,
+    pub(crate) modules: Modules,
     next_address: DevicePointer,
+    next_low_address: DevicePointer,
+    next_handle: usize,
+    /// The device files, open as long as the driver is.
+    _files: Vec<File>,
+    uvm: Option<File>,
+    /// Whether the driver's own part of managed memory is mapped.
+    own_mapped: bool,
 }
 
 /// A context.
@@ -74,11 +106,28 @@ pub(crate) struct Primary {
 /// An allocation.
 pub(crate) struct Block {
     pub(crate) size: u64,
-    /// As the daemon numbers it; a small one is part of a shared block instead.
-    pub(crate) id: Option<u64>,
+    pub(crate) backing: Backing,
     /// Handle of its context.
     pub(crate) context: usize,
-    pub(crate) managed: bool,
+    /// Ordinal of its device.
+    pub(crate) device: usize,
+}
+
+/// Where an allocation's memory comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Backing {
+    /// It is its own, as the daemon numbers it.
+    Own(u64),
+    /// It is its own, and moves between host and device; whether its addresses are mapped.
+    Managed { id: u64, mapped: bool },
+    /// It is a part of a shared block.
+    Part,
+    /// A pool's, by handle.
+    Pool(usize),
+    /// An executable graph's, by handle.
+    Graph(usize),
+    /// Another process's.
+    Opened(u64),
 }
 
 /// A block that small allocations of one context share.
@@ -91,11 +140,20 @@ pub(crate) struct SharedBlock {
     pub(crate) taken: BTreeMap<u64, u64>,
 }
 
-/// Memory of `cuMemCreate`.
+/// Memory of `cuMemCreate`, or imported.
 pub(crate) struct Physical {
     pub(crate) size: u64,
-    pub(crate) released: bool,
+    /// Where it is; nowhere on a device for memory of the host.
+    pub(crate) device: Option<usize>,
+    /// `CUmemLocation`: kind and number.
+    pub(crate) location: (c_int, c_int),
+    /// Handles that the program has, one in value.
+    pub(crate) references: usize,
     pub(crate) mappings: usize,
+    /// Its maker asked for descriptors.
+    pub(crate) shareable: bool,
+    /// It came by a descriptor.
+    pub(crate) imported: bool,
 }
 
 unsafe extern "C" {
@@ -165,21 +223,23 @@ pub(crate) fn with_current<T>(body: impl FnOnce(&mut Session, usize) -> Result<T
 
 impl Session {
     fn open() -> Result<Self, Code> {
-        let mut client = Client::connect(&socket_path()).map_err(|_| Code::NoDevice)?;
-        let Reply::Inventory(inventory) = client.call(&Request::Inventory)? else {
+        let mut link = Link::open()?;
+        let Reply::Inventory(inventory) = link.call(&Request::Inventory)? else {
             return Err(Code::Unknown);
         };
-        let devices = Visible::from_environment().compute_devices(&inventory);
+        let chosen = std::env::var(CUDA_VISIBLE_DEVICES).ok();
+        let devices = Visible::from_environment().chosen_devices(&inventory, chosen.as_deref());
         if devices.is_empty() {
             return Err(Code::NoDevice);
         }
         let open = devices.iter().map(|region| region.device).collect();
-        client.call(&Request::Attach { devices: open, lists: lists() })?;
+        link.call(&Request::Attach { devices: open, lists: lists() })?;
         for device in &devices {
-            client.call(&Request::Check(*device))?;
+            link.call(&Request::Check(*device))?;
         }
+        let (uvm, files) = if is_null() { (None, Vec::new()) } else { device_files(&devices) };
         Ok(Self {
-            client,
+            link,
             inventory,
             devices,
             contexts: HashMap::new(),
@@ -189,13 +249,29 @@ impl Session {
             physical: HashMap::new(),
             reserved: BTreeMap::new(),
             mapped: BTreeMap::new(),
+            pools: Pools::default(),
+            streams: Streams::default(),
+            graphs: Graphs::default(),
+            arrays: Arrays::default(),
+            host: HostMemory::default(),
+            modules: Modules::default(),
             next_address: FIRST_ADDRESS,
+            next_low_address: FIRST_LOW_ADDRESS,
+            next_handle: FIRST_HANDLE,
+            _files: files,
+            uvm,
+            own_mapped: false,
         })
     }
 
     /// Asks the daemon.
     pub(crate) fn call(&mut self, request: &Request) -> Result<Reply, Code> {
-        Ok(self.client.call(request)?)
+        Ok(self.link.call(request)?)
+    }
+
+    /// Asks the daemon for a descriptor that keeps an allocation.
+    pub(crate) fn export(&mut self, allocation: u64) -> Result<OwnedFd, Code> {
+        Ok(self.link.export(allocation)?)
     }
 
     /// Asks the daemon for something new.
@@ -230,11 +306,60 @@ impl Session {
 
     /// A range of addresses that nothing else has.
     pub(crate) fn new_address(&mut self, size: u64) -> Result<DevicePointer, Code> {
-        let size = size.checked_next_multiple_of(GRANULARITY).ok_or(Code::OutOfMemory)?;
+        let size = size.checked_next_multiple_of(GRANULARITY).filter(|size| *size <= ADDRESS_SPACE);
+        let size = size.ok_or(Code::OutOfMemory)?;
         let address = self.next_address;
         self.next_address = address.checked_add(size).ok_or(Code::OutOfMemory)?;
         Ok(address)
     }
+}
+
+impl Session {
+    /// The position of a region among the devices of this process.
+    pub(crate) fn position(&self, region: Region) -> Option<usize> {
+        self.devices.iter().position(|device| *device == region)
+    }
+
+    /// Addresses below 4 GiB.
+    pub(crate) fn new_low_address(&mut self, size: u64) -> Result<DevicePointer, Code> {
+        let size = size.checked_next_multiple_of(GRANULARITY).ok_or(Code::OutOfMemory)?;
+        let end = self.next_low_address.checked_add(size).filter(|end| *end <= LAST_LOW_ADDRESS);
+        let address = self.next_low_address;
+        self.next_low_address = end.ok_or(Code::OutOfMemory)?;
+        Ok(address)
+    }
+
+    /// A handle that nothing else has.
+    pub(crate) fn new_handle(&mut self) -> usize {
+        // As far apart as if they pointed to something.
+        self.next_handle += 16;
+        self.next_handle
+    }
+
+    /// Shows managed memory in the address space; whether that was possible.
+    pub(crate) fn map_managed(&self, address: DevicePointer, size: u64) -> bool {
+        uvm::map(self.uvm.as_ref(), address, size)
+    }
+
+    /// Shows what the driver maps in each process that has a context.
+    pub(crate) fn map_own(&mut self) {
+        if self.own_mapped || self.uvm.is_none() {
+            return;
+        }
+        if let Ok(address) = self.new_address(uvm::OWN) {
+            self.own_mapped = self.map_managed(address, uvm::OWN);
+        }
+    }
+}
+
+/// Opens the device files, as far as they are there: that of managed memory, and the others.
+fn device_files(devices: &[Region]) -> (Option<File>, Vec<File>) {
+    let socket = socket_path();
+    let names = devices.iter().map(|region| files::name(region.device));
+    let mut all: Vec<_> = files::COMMON.iter().map(|name| (*name).to_owned()).chain(names).collect();
+    all.dedup();
+    let open = all.iter().filter(|name| *name != files::UVM).filter_map(|name| files::open(&socket, name));
+    (files::open(&socket, files::UVM), open.collect())
 }
 
 /// The position that a device's number stands for.

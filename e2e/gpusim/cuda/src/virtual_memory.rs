@@ -1,12 +1,16 @@
 //! Memory and addresses apart: made, mapped and released one by one. None of it needs a context.
+//! A descriptor keeps memory like a handle, and makes it another process's too.
 
 use std::ffi::{c_int, c_ulonglong, c_void};
+use std::os::fd::{BorrowedFd, IntoRawFd};
 
 use gpusim::driver::GRANULARITY;
-use gpusim::protocol::{MemoryKind, Request};
+use gpusim::protocol::{Descriptor, MemoryKind, Reply, Request};
 
 use crate::code::Code;
 use crate::exports;
+use crate::link::is_null;
+use crate::memory::null_address;
 use crate::output::{Out, put};
 use crate::session::{DevicePointer, Physical, Session, ordinal, with};
 
@@ -14,9 +18,15 @@ use crate::session::{DevicePointer, Physical, Session, ordinal, with};
 const PINNED: c_int = 1;
 /// CU_MEM_LOCATION_TYPE_DEVICE.
 const DEVICE: c_int = 1;
+/// CU_MEM_LOCATION_TYPE_HOST and ..._HOST_NUMA. There is ..._HOST_NUMA_CURRENT too, but no memory is
+/// made there.
+const HOST: [c_int; 2] = [2, 3];
+/// CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.
+const POSIX_DESCRIPTOR: c_int = 1;
 
 /// `CUmemLocation`.
 #[repr(C)]
+#[derive(Clone, Copy)]
 struct Location {
     kind: c_int,
     id: c_int,
@@ -40,7 +50,7 @@ exports! {
         granularity: Out<usize>, properties: Option<&AllocationProperties>, _option: c_int,
     ) {
         let out = granularity.ok_or(Code::InvalidValue)?;
-        with(|session| device(session, properties))?;
+        with(|session| place(session, properties))?;
         put(Some(out), usize::try_from(GRANULARITY).map_err(|_| Code::Unknown)?)
     }
 
@@ -50,25 +60,128 @@ exports! {
     ) {
         let out = handle.ok_or(Code::InvalidValue)?;
         let size = stepwise(size)?;
+        if is_null() {
+            return put(Some(out), null_address(1));
+        }
         let id = with(|session| {
-            let device = device(session, properties)?;
+            let device = place(session, properties)?;
+            let properties = properties.ok_or(Code::InvalidValue)?;
             if flags != 0 {
                 return Err(Code::InvalidValue);
             }
-            let id = session.allocate(device, MemoryKind::Physical, size, None)?;
-            session.physical.insert(id, Physical { size, released: false, mappings: 0 });
+            let id = match device {
+                Some(device) => session.allocate(device, MemoryKind::Physical, size, None)?,
+                // Of the host there is as much as anybody wants.
+                None => u64::try_from(session.new_handle()).map_err(|_| Code::Unknown)?,
+            };
+            let memory = Physical {
+                size,
+                device,
+                location: (properties.location.kind, properties.location.id),
+                references: 1,
+                mappings: 0,
+                shareable: properties.requested_handle_types & POSIX_DESCRIPTOR != 0,
+                imported: false,
+            };
+            session.physical.insert(id, memory);
             Ok(id)
         })?;
         put(Some(out), id)
     }
 
-    /// Gives the handle back; the memory goes with its last mapping.
+    /// Gives a handle back; the memory goes with its last handle, mapping and descriptor.
     fn cuMemRelease(handle: c_ulonglong) {
+        if is_null() {
+            return Ok(());
+        }
         with(|session| {
-            let physical = session.physical.get_mut(&handle).filter(|physical| !physical.released);
-            physical.ok_or(Code::InvalidValue)?.released = true;
+            held(session, handle)?.references -= 1;
             collect(session, handle)
         })
+    }
+
+    /// Another handle of the memory that is mapped at an address; here the same number again.
+    fn cuMemRetainAllocationHandle(handle: Out<c_ulonglong>, address: *mut c_void) {
+        let out = handle.ok_or(Code::InvalidValue)?;
+        let found = with(|session| {
+            let address = u64::try_from(address.addr()).map_err(|_| Code::InvalidValue)?;
+            let mapped = session.mapped.range(..=address).next_back();
+            let (_, (_, handle)) = mapped
+                .filter(|(start, (size, _))| address - *start < *size)
+                .ok_or(Code::InvalidValue)?;
+            let handle = *handle;
+            session.physical.get_mut(&handle).ok_or(Code::InvalidValue)?.references += 1;
+            Ok(handle)
+        })?;
+        put(Some(out), found)
+    }
+
+    /// What memory was made as.
+    fn cuMemGetAllocationPropertiesFromHandle(properties: Out<AllocationProperties>, handle: c_ulonglong) {
+        let (kind, id, shareable) = with(|session| {
+            let memory = held(session, handle)?;
+            Ok((memory.location.0, memory.location.1, memory.shareable))
+        })?;
+        put(properties, AllocationProperties {
+            kind: PINNED,
+            requested_handle_types: if shareable { POSIX_DESCRIPTOR } else { 0 },
+            location: Location { kind, id },
+            win32_meta_data: std::ptr::null_mut(),
+            flags: [0; 8],
+        })
+    }
+
+    /// A descriptor that keeps memory, and makes it another process's that gets it.
+    fn cuMemExportToShareableHandle(
+        descriptor: Out<c_int>, handle: c_ulonglong, kind: c_int, flags: c_ulonglong,
+    ) {
+        let out = descriptor.ok_or(Code::InvalidValue)?;
+        let made = with(|session| {
+            let memory = held(session, handle)?;
+            if kind != POSIX_DESCRIPTOR || flags != 0 || !memory.shareable || memory.imported {
+                return Err(Code::InvalidValue);
+            }
+            session.export(handle)
+        })?;
+        // From here on it is the program's.
+        out.write(made.into_raw_fd());
+        Ok(())
+    }
+
+    /// The memory that a descriptor keeps; the descriptor stays the program's.
+    fn cuMemImportFromShareableHandle(handle: Out<c_ulonglong>, descriptor: *mut c_void, kind: c_int) {
+        let out = handle.ok_or(Code::InvalidValue)?;
+        let number = c_int::try_from(descriptor.addr()).map_err(|_| Code::InvalidValue)?;
+        // The number goes by a pointer: that of standard input is null, and refused.
+        if kind != POSIX_DESCRIPTOR || number <= 0 {
+            return Err(Code::InvalidValue);
+        }
+        // SAFETY: the number is only asked about, within this statement; the kernel says if there
+        // is no such descriptor.
+        let file = Descriptor::of(unsafe { BorrowedFd::borrow_raw(number) }).map_err(|_| Code::InvalidValue)?;
+        let id = with(|session| {
+            let Reply::Shared { id, region, bytes } = session.call(&Request::Import(file))? else {
+                return Err(Code::Unknown);
+            };
+            let Some(device) = session.position(region) else {
+                // It is of a device that this process has not got.
+                session.call(&Request::Free(id))?;
+                return Err(Code::InvalidValue);
+            };
+            let location = (DEVICE, c_int::try_from(device).map_err(|_| Code::Unknown)?);
+            let memory = Physical {
+                size: bytes,
+                device: Some(device),
+                location,
+                references: 1,
+                mappings: 0,
+                shareable: true,
+                imported: true,
+            };
+            session.physical.insert(id, memory);
+            Ok(id)
+        })?;
+        put(Some(out), id)
     }
 
     /// Sets a range of addresses aside.
@@ -76,6 +189,9 @@ exports! {
         address: Out<DevicePointer>, size: usize, _alignment: usize, _hint: DevicePointer, flags: c_ulonglong,
     ) {
         let out = address.ok_or(Code::InvalidValue)?;
+        if is_null() {
+            return put(Some(out), null_address(size));
+        }
         let size = stepwise(size)?;
         let start = with(|session| {
             if flags != 0 {
@@ -90,6 +206,9 @@ exports! {
 
     /// Gives a whole range of addresses back.
     fn cuMemAddressFree(address: DevicePointer, size: usize) {
+        if is_null() {
+            return Ok(());
+        }
         let size = stepwise(size)?;
         with(|session| {
             if session.reserved.get(&address) != Some(&size) || mapped_within(session, address, size) > 0 {
@@ -102,6 +221,9 @@ exports! {
 
     /// Gives memory an address; always all of it.
     fn cuMemMap(address: DevicePointer, size: usize, offset: usize, handle: c_ulonglong, flags: c_ulonglong) {
+        if is_null() {
+            return Ok(());
+        }
         let size = u64::try_from(size).map_err(|_| Code::InvalidValue)?;
         with(|session| {
             let physical = session.physical.get(&handle).ok_or(Code::InvalidValue)?.size;
@@ -126,6 +248,9 @@ exports! {
 
     /// Takes addresses from the memory mapped there; where there is none, there is nothing to do.
     fn cuMemUnmap(address: DevicePointer, size: usize) {
+        if is_null() {
+            return Ok(());
+        }
         let size = stepwise(size)?;
         with(|session| {
             let end = address.saturating_add(size);
@@ -146,6 +271,9 @@ exports! {
 
     /// Allows access to mapped memory: to whom is not checked.
     fn cuMemSetAccess(address: DevicePointer, size: usize, access: *const c_void, count: usize) {
+        if is_null() {
+            return Ok(());
+        }
         let size = stepwise(size)?;
         if access.is_null() || count == 0 {
             return Err(Code::InvalidValue);
@@ -160,13 +288,21 @@ fn stepwise(size: usize) -> Result<u64, Code> {
     if size == 0 || !size.is_multiple_of(GRANULARITY) { Err(Code::InvalidValue) } else { Ok(size) }
 }
 
-/// Ordinal of the device that the properties name.
-fn device(session: &Session, properties: Option<&AllocationProperties>) -> Result<usize, Code> {
+/// Ordinal of the device that the properties name; nothing where they name the host.
+fn place(session: &Session, properties: Option<&AllocationProperties>) -> Result<Option<usize>, Code> {
     let properties = properties.ok_or(Code::InvalidValue)?;
-    if properties.kind != PINNED || properties.location.kind != DEVICE {
-        return Err(Code::InvalidValue);
+    let location = properties.location;
+    match location.kind {
+        _ if properties.kind != PINNED => Err(Code::InvalidValue),
+        DEVICE => ordinal(session, location.id).map(Some),
+        host if HOST.contains(&host) => Ok(None),
+        _ => Err(Code::InvalidValue),
     }
-    ordinal(session, properties.location.id)
+}
+
+/// Memory that the program has a handle of.
+fn held(session: &mut Session, handle: u64) -> Result<&mut Physical, Code> {
+    session.physical.get_mut(&handle).filter(|memory| memory.references > 0).ok_or(Code::InvalidValue)
 }
 
 /// How much of a range is mapped, counting mappings that begin in it.
@@ -175,12 +311,15 @@ fn mapped_within(session: &Session, address: DevicePointer, size: u64) -> u64 {
     session.mapped.range(address..end).map(|(_, (size, _))| *size).sum()
 }
 
-/// Frees memory that has neither handle nor mapping.
+/// Gives memory up that this process has neither a handle nor a mapping of.
 fn collect(session: &mut Session, handle: u64) -> Result<(), Code> {
-    let gone = session.physical.get(&handle).is_some_and(|memory| memory.released && memory.mappings == 0);
-    if gone {
+    let gone = session.physical.get(&handle).filter(|memory| memory.references == 0 && memory.mappings == 0);
+    if let Some(memory) = gone {
+        let on_device = memory.device.is_some();
         session.physical.remove(&handle);
-        session.call(&Request::Free(handle))?;
+        if on_device {
+            session.call(&Request::Free(handle))?;
+        }
     }
     Ok(())
 }

@@ -12,9 +12,11 @@ pub(crate) enum Code {
     Uninitialized = 1,
     InvalidArgument = 2,
     NotSupported = 3,
+    NoPermission = 4,
     NotFound = 6,
     InsufficientSize = 7,
     DriverNotLoaded = 9,
+    FunctionNotFound = 13,
     GpuIsLost = 15,
     InUse = 19,
     ArgumentVersionMismatch = 25,
@@ -36,9 +38,13 @@ impl From<CallError> for Code {
             CallError::Refused(Failure::Lost) => Self::GpuIsLost,
             CallError::Refused(Failure::NotSupported) => Self::NotSupported,
             CallError::Refused(Failure::InUse) => Self::InUse,
-            CallError::Refused(Failure::OutOfMemory | Failure::Forbidden | Failure::Invalid(_)) => {
-                Self::Unknown
-            }
+            CallError::Refused(Failure::Forbidden) => Self::NoPermission,
+            CallError::Refused(Failure::NoSuchFunction) => Self::FunctionNotFound,
+            CallError::Refused(Failure::NoSuchCgroup) => Self::NotFound,
+            CallError::NoDescriptor
+            | CallError::Refused(
+                Failure::OutOfMemory | Failure::NotShareable | Failure::OwnMemory | Failure::Invalid(_),
+            ) => Self::Unknown,
         }
     }
 }

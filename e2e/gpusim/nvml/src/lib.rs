@@ -8,6 +8,7 @@
 
 mod code;
 mod device;
+mod limits;
 mod memory;
 mod mig;
 mod output;

@@ -2,7 +2,7 @@
 
 use std::ffi::{c_uint, c_ulonglong};
 
-use gpusim::protocol::{Memory, Reply, Request};
+use gpusim::protocol::{Memory, Region, Reply, Request};
 
 use crate::code::Code;
 use crate::exports;
@@ -34,24 +34,25 @@ const _: () = assert!(size_of::<MemoryV2>() == 40);
 exports! {
     /// Memory, with what the driver keeps counted as used.
     fn nvmlDeviceGetMemoryInfo(device: Handle, memory: Out<MemoryV1>) {
-        let Memory { total, free, .. } = read(device)?;
+        let Memory { total, free, .. } = read(device, Request::Memory)?;
         put(memory, MemoryV1 { total, free, used: total - free })
     }
 
-    /// Memory, with what the driver keeps apart.
+    /// Memory, with what the driver keeps apart. A process in a limited cgroup sees its limit as
+    /// the whole of it.
     fn nvmlDeviceGetMemoryInfo_v2(device: Handle, memory: Option<&mut MemoryV2>) {
         let memory = memory.ok_or(Code::InvalidArgument)?;
         if memory.version != MEMORY_V2 {
             return Err(Code::ArgumentVersionMismatch);
         }
-        let Memory { total, reserved, used, free } = read(device)?;
+        let Memory { total, reserved, used, free } = read(device, Request::MemoryWithinLimits)?;
         *memory = MemoryV2 { version: MEMORY_V2, total, reserved, free, used };
         Ok(())
     }
 }
 
-fn read(device: Handle) -> Result<Memory, Code> {
-    match ask(device, Request::Memory)? {
+fn read(device: Handle, request: impl FnOnce(Region) -> Request) -> Result<Memory, Code> {
+    match ask(device, request)? {
         Reply::Memory(memory) => Ok(memory),
         _ => Err(Code::Unknown),
     }

@@ -134,7 +134,12 @@ impl Host {
     }
 
     fn socket(&self) -> PathBuf {
-        self.directory.path().join("gpu.sock")
+        self.path("gpu.sock")
+    }
+
+    /// A place in the host's folder.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
     }
 
     /// Writes a file, and gives its path.
@@ -175,6 +180,19 @@ impl Host {
         Process::spawn(command)
     }
 
+    /// Starts a workload that gets at the driver in another way.
+    pub(crate) fn workload_by(&self, arguments: &[&str], script: &str) -> Process {
+        let mut command = self.command(&built().workload);
+        command.args(arguments).args(["--script", script]);
+        Process::spawn(command)
+    }
+
+    /// The answer of a call about limits of cgroups: of `nvml`'s `limits`.
+    pub(crate) fn limits(&self, arguments: &[&str]) -> Value {
+        let mut command = self.command(built().examples.join("nvml"));
+        json(command.arg("limits").args(arguments))
+    }
+
     /// Starts a shell.
     pub(crate) fn shell(&self, script: &str) -> Process {
         let mut command = self.command("sh");
@@ -211,8 +229,8 @@ impl Host {
     }
 
     /// The output of the conformance program.
-    pub(crate) fn conformance(&self) -> String {
-        let output = self.command(built().examples.join("conformance")).output().unwrap();
+    pub(crate) fn conformance(&self, arguments: &[&str]) -> String {
+        let output = self.command(built().examples.join("conformance")).args(arguments).output().unwrap();
         String::from_utf8(output.stdout).unwrap()
     }
 
@@ -296,6 +314,14 @@ impl Process {
         assert!(!waited.timed_out(), "never printed {words:?}, but {lines:#?}");
     }
 
+    /// Waits for a line with these words, and gives what follows them.
+    pub(crate) fn await_rest(&self, words: &str) -> String {
+        self.await_line(words);
+        let lines = self.lines();
+        let rest = lines.iter().find_map(|line| line.split_once(words)).map(|(_, rest)| rest.to_owned());
+        rest.unwrap()
+    }
+
     /// What has been printed so far.
     pub(crate) fn lines(&self) -> Vec<String> {
         self.printed.0.lock().unwrap().clone()
@@ -333,5 +359,5 @@ fn json(command: &mut Command) -> Value {
     let output = command.output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     serde_json::from_str(&text)
-        .unwrap_or_else(|error| panic!("{error}: {text:?} {output:?}", output = output.stderr))
+        .unwrap_or_else(|error| panic!("{error}: {text:?} {}", String::from_utf8_lossy(&output.stderr)))
 }
