@@ -1,0 +1,17 @@
+//! The driver's result codes that the guard gives or looks at.
+
+use core::ffi::c_uint;
+
+/// A `CUresult` or `nvmlReturn_t`, as C has it.
+pub(crate) type Code = c_uint;
+
+/// `CUDA_SUCCESS` and `NVML_SUCCESS`.
+pub(crate) const SUCCESS: Code = 0;
+/// `CUDA_ERROR_OUT_OF_MEMORY`: what a refusal is, whatever was called.
+pub(crate) const OUT_OF_MEMORY: Code = 2;
+/// `CUDA_ERROR_NOT_FOUND`: what was called is not in this driver.
+pub(crate) const NOT_FOUND: Code = 500;
+/// `CUDA_ERROR_NOT_SUPPORTED`: what devices without managed memory say.
+pub(crate) const NOT_SUPPORTED: Code = 801;
+/// `NVML_ERROR_FUNCTION_NOT_FOUND`.
+pub(crate) const NVML_NOT_FOUND: Code = 13;
