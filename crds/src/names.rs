@@ -11,6 +11,14 @@ pub const PAUSED: &str = "highwater.dev/paused";
 /// Unmonitored.
 pub const STAND_DOWN: &str = "highwater.dev/stand-down";
 
+/// Label that NVIDIA's GPU operator puts on a Node while it upgrades the driver there. At
+/// [`DRIVER_UPGRADE_RESTARTS`] the driver is about to be unloaded, which an open handle would stop:
+/// like [`STAND_DOWN`].
+pub const DRIVER_UPGRADE: &str = "nvidia.com/gpu-driver-upgrade-state";
+
+/// The value of [`DRIVER_UPGRADE`] at which the driver is unloaded.
+pub const DRIVER_UPGRADE_RESTARTS: &str = "pod-restart-required";
+
 /// Pod annotation: a quantity that lowers the pod's quota. It can never raise it.
 pub const POD_LIMIT: &str = "highwater.dev/limit";
 
@@ -33,6 +41,33 @@ pub const SIGNAL_VOLUME: &str = "highwater";
 
 /// Name of the file in [`SIGNAL_VOLUME`] that carries the signal.
 pub const SIGNAL_FILE: &str = "pressure";
+
+/// Pod label (`"true"`) by which a pod opts in to the guard.
+pub const GUARD_LABEL: &str = "highwater.dev/guard";
+
+/// Name of the CSI driver whose inline volume brings the guard into a pod.
+pub const GUARD_DRIVER: &str = "guard.highwater.dev";
+
+/// Name of the volume of [`GUARD_DRIVER`] in a pod.
+pub const GUARD_VOLUME: &str = "highwater-guard";
+
+/// Where [`GUARD_VOLUME`] is mounted in a container.
+pub const GUARD_MOUNT: &str = "/opt/highwater";
+
+/// The file of [`GUARD_VOLUME`] that makes the loader bring the guard in, by its path in a
+/// container. Its name in the volume is [`GUARD_PRELOAD_FILE`].
+pub const GUARD_PRELOAD: &str = "/etc/ld.so.preload";
+
+/// Name of the file behind [`GUARD_PRELOAD`] in [`GUARD_VOLUME`].
+pub const GUARD_PRELOAD_FILE: &str = "ld.so.preload";
+
+/// Node label (`"true"`, by the operator): every pod has at least strength `Reservation` on every
+/// device of the node. A pod that must have it selects it.
+pub const RESERVATION_LABEL: &str = "highwater.dev/reservation";
+
+/// Node label (`"true"`, by the operator): every pod has strength `Kernel` on every device of the
+/// node. A pod that must have it selects it.
+pub const KERNEL_LIMITS_LABEL: &str = "highwater.dev/kernel-limits";
 
 /// Label on every incident: the node whose agent reported it.
 pub const NODE_LABEL: &str = "highwater.dev/node";
@@ -63,6 +98,8 @@ pub mod manager {
     pub const OPERATOR_PLAN: &str = "highwater-operator/node-plan";
     /// Operator: incident `status.decision`.
     pub const OPERATOR_DECISION: &str = "highwater-operator/decision";
+    /// Operator: node labels that say what strength a node gives.
+    pub const OPERATOR_STRENGTH: &str = "highwater-operator/strength";
     /// Operator: node taints.
     pub const OPERATOR_TAINT: &str = "highwater-operator/taint";
     /// Operator: reserved tokens.
@@ -71,13 +108,14 @@ pub mod manager {
     pub const OPERATOR_CLEANUP: &str = "highwater-operator/cleanup";
 
     /// Every manager, for the uniqueness test.
-    pub const ALL: [&str; 9] = [
+    pub const ALL: [&str; 10] = [
         AGENT_NODE,
         AGENT_INCIDENT,
         AGENT_OBSERVATION,
         OPERATOR_POLICY,
         OPERATOR_PLAN,
         OPERATOR_DECISION,
+        OPERATOR_STRENGTH,
         OPERATOR_TAINT,
         OPERATOR_BUDGET,
         OPERATOR_CLEANUP,

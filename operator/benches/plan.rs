@@ -106,6 +106,7 @@ impl Fleet {
                 product: (*product).to_owned(),
                 partition: Partition::Whole,
                 memory: Some(ByteSize::gib(*gib)),
+                context: Some(ByteSize::mib(576)),
             }]
         };
         let device = |i: usize| -> DeviceStatus {
@@ -165,7 +166,7 @@ fn policy(i: usize) -> Policy {
         "priority": i % 7,
         "nodes": {"matchLabels": {"pool": pool}},
         "namespaces": {"matchLabels": {"team": format!("team-{}", i % 10)}},
-        "pool": {"driverReserve": {"percent": 3}},
+        "pool": {"sizePercent": 60, "maxPercent": 75, "driverReserve": {"percent": 3}},
         "quota": {"default": {"limit": "8Gi"}, "rules": [
             {"name": "serving", "pods": {"matchLabels": {"tier": "serving"}}, "guarantee": "12Gi", "limit": "16Gi"}],
             "breach": {"actions": [{"type": "Signal"}, {"type": "Restart"}]}},

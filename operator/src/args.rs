@@ -25,8 +25,14 @@ pub(crate) enum Command {
     /// Run the operator (the default).
     #[default]
     Run,
-    /// Before an uninstall: stop the running operators' writes and remove our taints.
-    Cleanup,
+    /// Before an uninstall: stop the running operators' writes, and remove our taints, labels and
+    /// plans. Refuses, with exit status 3, while pods have the guard's volume.
+    Cleanup {
+        /// Go on although pods have the guard's volume: they go on running under it, new ones cannot
+        /// start, and none of them can end cleanly before the volume server is installed again.
+        #[arg(long, env = "HIGHWATER_ABANDON_GUARD_VOLUMES")]
+        abandon_guard_volumes: bool,
+    },
 }
 
 #[derive(Clone, Debug, ClapArgs)]

@@ -37,6 +37,7 @@ use crate::{
     incident_controller::{Refusals, Reservations},
     leader::Leadership,
     metrics::Metrics,
+    node_controller::labels::Told,
     queue::{Again, Queue},
     uninstall,
     written::Written,
@@ -60,6 +61,8 @@ pub(crate) struct Context {
     pub(crate) refusals: Refusals,
     pub(crate) written: Written,
     pub(crate) reservations: Reservations,
+    /// The labels of nodes that were written.
+    pub(crate) told: Told,
     /// What the policies come to, as last resolved.
     pub(crate) known: watch::Receiver<Arc<Known>>,
 }

@@ -1,7 +1,7 @@
 //! Events on pods and incidents. They are sent beside the reconciliation, which never waits for
 //! them; what cannot be sent is counted.
 
-use highwater_crds::{Decision, DecisionState, GpuMemoryIncident, names};
+use highwater_crds::{Decision, DecisionState, Evidence, GpuMemoryIncident, names};
 use jiff::SignedDuration;
 use k8s_openapi::api::core::v1::{Node, ObjectReference};
 use kube::{
@@ -84,10 +84,26 @@ impl Events {
 fn note(incident: &GpuMemoryIncident, decision: &Decision) -> String {
     let spec = &incident.spec;
     let text = format!(
-        "{:?} of {:?} on device {} by policy {}: {}",
-        spec.proposed.action, spec.kind, spec.device, spec.policy, decision.message
+        "{:?} of {:?} on device {} by policy {}: {}{}",
+        spec.proposed.action,
+        spec.kind,
+        spec.device,
+        spec.policy,
+        decision.message,
+        strength(&spec.evidence),
     );
     text.chars().take(1000).collect() // an Event takes 1 kB
+}
+
+/// How firmly the subject's quota held, which explains how it could come to this.
+fn strength(evidence: &Evidence) -> String {
+    match (evidence.strength, evidence.strength_reason) {
+        (None, _) => String::new(),
+        (Some(strength), None) => format!(" (its quota held at strength {strength:?})"),
+        (Some(strength), Some(reason)) => {
+            format!(" (its quota held at strength {strength:?}: {reason:?})")
+        }
+    }
 }
 
 /// Sends what is handed in.
@@ -111,6 +127,24 @@ pub(crate) async fn publish(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_event_says_how_firmly_the_quota_held() {
+        let evidence = |fields: serde_json::Value| -> Evidence {
+            let mut whole = serde_json::json!({"at": "2026-01-01T00:00:00.000000Z"});
+            whole.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+            serde_json::from_value(whole).unwrap()
+        };
+        assert_eq!(strength(&evidence(serde_json::json!({}))), "");
+        assert_eq!(
+            strength(&evidence(serde_json::json!({"strength": "Observe", "strengthReason": "NotOptedIn"}))),
+            " (its quota held at strength Observe: NotOptedIn)"
+        );
+        assert_eq!(
+            strength(&evidence(serde_json::json!({"strength": "Kernel"}))),
+            " (its quota held at strength Kernel)"
+        );
+    }
 
     #[test]
     fn events_that_nobody_takes_in_time_are_counted() {

@@ -26,7 +26,8 @@ use crate::{
     incident_controller::{self, Refusals, Reservations},
     leader::{self, Leadership},
     metrics::Metrics,
-    node_controller, policy_controller,
+    node_controller::{self, labels::Told},
+    policy_controller,
     queue::Queue,
     watch as watches,
     written::Written,
@@ -64,6 +65,7 @@ pub(crate) async fn run(settings: Settings) -> anyhow::Result<()> {
         refusals: Refusals::default(),
         written: Written::default(),
         reservations: Reservations::default(),
+        told: Told::default(),
         known,
     });
 

@@ -189,6 +189,9 @@ mod tests {
                     foreign_bytes: None,
                     unexplained_bytes: None,
                     strength: None,
+                    strength_reason: None,
+                    overshoot_bytes: None,
+                    charged_bytes: None,
                     explanation: String::new(),
                 },
                 proposed: Proposal {

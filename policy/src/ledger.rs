@@ -65,6 +65,9 @@ pub struct Sample<'a> {
     pub torn: bool,
     /// A live process on the device is known to use managed memory, which no list shows.
     pub managed: bool,
+    /// What the keeper says that it holds on the device, in bytes. The driver counts it as used and
+    /// lists it for nobody, so it is taken for true only as far as the residual covers it.
+    pub ballast: u64,
 }
 
 /// What one pod holds on a device.
@@ -120,9 +123,9 @@ pub struct Ledger {
     pub zombie: Option<u64>,
     /// In use, and explained by none of the above.
     pub unexplained: Option<i64>,
-    /// Held back by the reservation pool.
+    /// Held back by the reservation pool. Never counts as used.
     pub ballast: u64,
-    /// Lent by descriptor.
+    /// Lent by descriptor. Nothing is lent so far.
     pub leased: u64,
     /// Free.
     pub free: Option<u64>,
@@ -213,14 +216,22 @@ impl Account {
         {
             let explained = pods.saturating_add(foreign).saturating_add(zombie);
             let residual = signed(used).saturating_sub(signed(explained));
+            ledger.ballast = sample.ballast.min(u64::try_from(residual).unwrap_or(0));
+            let residual = residual.saturating_sub(signed(ledger.ballast));
             if !sample.torn {
                 self.zombies.step(charges, residual, sample.managed, now);
             }
-            let confirmed = self.zombies.confirmed.min(total.saturating_sub(explained));
+            let held = explained.saturating_add(ledger.ballast);
+            let confirmed = self.zombies.confirmed.min(total.saturating_sub(held));
             ledger.zombie = Some(zombie.saturating_add(confirmed));
             ledger.unexplained = Some(residual.saturating_sub(signed(confirmed)));
             ledger.constant = self.zombies.normal.of(charges.len());
+        } else {
+            // Who holds the rest is not known: that the keeper holds its part still is.
+            ledger.ballast = sample.ballast.min(used);
         }
+        // Ballast is nobody's use: it is given back before anybody goes without.
+        let used = used.saturating_sub(ledger.ballast);
 
         let declared = ledger
             .by_pod
@@ -411,7 +422,7 @@ mod tests {
     }
 
     fn sample(used: u64, charges: &[Charge]) -> Sample<'_> {
-        Sample { memory: memory(used), charges: Some(charges), torn: false, managed: false }
+        Sample { memory: memory(used), charges: Some(charges), torn: false, managed: false, ballast: 0 }
     }
 
     fn account(account: &mut Account, used: u64, charges: &[Charge], now: u64) -> Ledger {
@@ -421,7 +432,8 @@ mod tests {
     fn adds_up(ledger: &Ledger) -> bool {
         let known = [ledger.driver_reserved, ledger.pods, ledger.foreign, ledger.zombie, ledger.free];
         let sum: i128 = known.iter().map(|b| i128::from(b.unwrap())).sum();
-        sum + i128::from(ledger.unexplained.unwrap()) == i128::from(ledger.total.unwrap())
+        let held = i128::from(ledger.ballast) + i128::from(ledger.leased);
+        sum + held + i128::from(ledger.unexplained.unwrap()) == i128::from(ledger.total.unwrap())
     }
 
     #[test]
@@ -574,16 +586,71 @@ mod tests {
         assert_eq!(ledger.foreign, Some(GI));
         assert_eq!(ledger.level.map(|l| l.used), Some(5 * GI), "the device's use is known all the same");
 
-        let unlisted = Sample { memory: memory(GI), charges: None, torn: false, managed: false };
+        let unlisted = Sample { charges: None, ..sample(GI, &[]) };
         let ledger = Account::default().step(unlisted, None, |_| 0, Millis(0));
         assert_eq!((ledger.pods, ledger.used_by("a")), (None, None));
 
         let charges = [charge(1, GI, "a")];
-        let blind =
-            Sample { memory: Memory::default(), charges: Some(&charges), torn: false, managed: false };
+        let blind = Sample { memory: Memory::default(), ..sample(0, &charges) };
         let ledger = Account::default().step(blind, None, |_| 0, Millis(0));
         assert_eq!((ledger.total, ledger.free, ledger.level), (None, None, None));
         assert_eq!(ledger.used_by("a"), Some(GI));
+    }
+
+    fn holding(ballast: u64, used: u64, charges: &[Charge]) -> Ledger {
+        let sample = Sample { ballast, ..sample(used, charges) };
+        Account::default().step(sample, None, |_| 0, Millis(0))
+    }
+
+    #[test]
+    fn ballast_is_nobodys_use_and_explained() {
+        let charges = [charge(1, 10 * GI, "a")];
+        let ledger = holding(40 * GI, 51 * GI, &charges);
+        assert_eq!((ledger.ballast, ledger.unexplained), (40 * GI, Some(signed(GI))));
+        assert_eq!(ledger.free, Some(80 * GI - GI / 2 - 51 * GI));
+        assert_eq!(ledger.level, Some(Share { used: 11 * GI, of: 80 * GI - GI / 2 }));
+        assert!(adds_up(&ledger));
+    }
+
+    #[test]
+    fn a_keeper_is_believed_only_as_far_as_the_driver_bears_it_out() {
+        let charges = [charge(1, 10 * GI, "a")];
+        let ledger = holding(u64::MAX, 12 * GI, &charges);
+        assert_eq!((ledger.ballast, ledger.unexplained), (2 * GI, Some(0)));
+        assert_eq!(ledger.level.unwrap().used, 10 * GI);
+        let over = holding(GI, 8 * GI, &charges);
+        assert_eq!((over.ballast, over.unexplained), (0, Some(-signed(2 * GI))), "the sign is kept");
+        assert!(adds_up(&ledger) && adds_up(&over));
+    }
+
+    #[test]
+    fn ballast_is_held_even_where_the_driver_lists_nobody() {
+        let sample = Sample { charges: None, ballast: 40 * GI, ..sample(50 * GI, &[]) };
+        let ledger = Account::default().step(sample, None, |_| 0, Millis(0));
+        assert_eq!((ledger.ballast, ledger.unexplained), (40 * GI, None));
+        assert_eq!(ledger.level.unwrap().used, 10 * GI);
+    }
+
+    #[test]
+    fn memory_made_without_a_context_stays_unexplained_beside_the_ballast() {
+        let ledger = holding(40 * GI, 60 * GI, &[charge(1, 10 * GI, "a")]);
+        assert_eq!((ledger.unexplained, ledger.unusual()), (Some(signed(10 * GI)), 10 * GI - 2 * MI));
+    }
+
+    #[test]
+    fn ballast_that_is_taken_in_when_a_process_dies_is_no_zombie() {
+        let mut state = Account::default();
+        let mut step = |ballast, used, charges: &[Charge], now| {
+            let sample = Sample { ballast, ..sample(used, charges) };
+            state.step(sample, None, |_| 0, Millis(now))
+        };
+        step(20 * GI, 28 * GI, &[charge(1, 8 * GI, "a")], 0);
+        // The keeper has taken what the dead left before it says so.
+        step(20 * GI, 28 * GI, &[], 100);
+        for time in [200, 30_200, 90_000] {
+            let ledger = step(28 * GI, 28 * GI, &[], time);
+            assert_eq!((ledger.zombie, ledger.unexplained, ledger.ballast), (Some(0), Some(0), 28 * GI));
+        }
     }
 
     #[test]
@@ -600,17 +667,21 @@ mod tests {
         prop::collection::vec((0u32..12, bytes, holder).prop_map(|(p, b, h)| charge(p, b, &h)), 0..8)
     }
 
+    fn ballast() -> impl Strategy<Value = u64> {
+        prop_oneof![Just(0), 0..100 * GI, any::<u64>()]
+    }
+
     proptest! {
         #[test]
         fn the_ledger_adds_up_saturates_and_never_exceeds_the_device(
-            samples in prop::collection::vec((any::<u64>(), any::<u64>(), charges(), 0u64..40_000, any::<bool>()), 1..30),
+            samples in prop::collection::vec((any::<u64>(), any::<u64>(), charges(), 0u64..40_000, any::<bool>(), ballast()), 1..30),
             total in 1u64..=1 << 50, percent in 0i32..=50, declared: u64,
         ) {
             let (mut state, mut now) = (Account::default(), Millis(0));
-            for (used, reserved, charges, gap, torn) in samples {
+            for (used, reserved, charges, gap, torn, ballast) in samples {
                 now = now.plus(gap);
                 let memory = Memory { total: Some(total), used: Some(used), reserved: Some(reserved) };
-                let sample = Sample { memory, charges: Some(&charges), torn, managed: false };
+                let sample = Sample { memory, charges: Some(&charges), torn, managed: false, ballast };
                 let reserve = DriverReserve { percent, min_size: None };
                 let ledger = state.step(sample, Some(&reserve), |_| declared, now);
                 prop_assert!(adds_up(&ledger), "{ledger:?}");
@@ -619,6 +690,14 @@ mod tests {
                 prop_assert!(ledger.by_pod.iter().all(|held| held.bytes.unwrap() <= total));
                 let held = ledger.pods.unwrap() + ledger.foreign.unwrap() + ledger.zombie.unwrap();
                 prop_assert!(held <= total);
+                prop_assert!(ledger.ballast <= ballast && ledger.ballast <= total - held);
+                // What is held back is never called use, and never hides any.
+                let without = Account::default()
+                    .step(Sample { ballast: 0, ..sample }, Some(&reserve), |_| 0, now);
+                let with = Account::default().step(sample, Some(&reserve), |_| 0, now);
+                let (without, with) = (without.level.unwrap(), with.level.unwrap());
+                prop_assert_eq!(without.of, with.of);
+                prop_assert!(with.used <= without.used && without.used <= with.used.saturating_add(ballast));
                 let level = ledger.level.unwrap();
                 prop_assert!(level.used <= level.of && level.of <= total);
             }

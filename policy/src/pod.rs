@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use highwater_crds::{ByteSize, names};
 use jiff::Timestamp;
 use k8s_openapi::{
-    api::core::v1::{Namespace, Pod},
+    api::core::v1::{Container, Namespace, Pod, PodSpec},
     apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta},
 };
 use kube::core::{Selector, SelectorExt};
@@ -51,6 +51,8 @@ pub struct PodFacts {
     pub paused: bool,
     /// Has the volume by which it opted in to signals.
     pub signal_volume: bool,
+    /// Whether the guard is brought into it.
+    pub guard: GuardOptIn,
     /// The node that it is bound to.
     pub node: Option<String>,
     /// Its own, lower limit.
@@ -62,6 +64,19 @@ pub struct PodFacts {
     /// IDs of containers that ended because the host had no memory for them, as far as the pod's
     /// status remembers. That says nothing about GPU memory.
     pub host_oom_killed: BTreeSet<String>,
+}
+
+/// Whether the guard is brought into a pod, as far as its spec tells.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum GuardOptIn {
+    /// It is not asked for.
+    #[default]
+    No,
+    /// It is asked for by the label, and nothing brought it in: the cluster does not add it
+    /// (Kubernetes before 1.36), or some container that asks for a GPU lacks its mounts.
+    Asked,
+    /// The volume is there, and every container that asks for a GPU has it.
+    Volume,
 }
 
 /// The controller of a pod.
@@ -138,6 +153,7 @@ impl PodFacts {
             signal_volume: spec.and_then(|s| s.volumes.as_ref()).is_some_and(|volumes| {
                 volumes.iter().any(|v| v.name == names::SIGNAL_VOLUME && v.empty_dir.is_some())
             }),
+            guard: guard(meta, spec),
             node: spec.and_then(|s| s.node_name.clone()),
             limit,
             declared,
@@ -150,6 +166,51 @@ impl PodFacts {
     pub fn kubelet_uid(&self) -> &str {
         self.static_uid.as_deref().unwrap_or(&self.uid)
     }
+}
+
+/// What begins the name of a resource that stands for a GPU.
+const GPU_RESOURCES: [&str; 2] = ["nvidia.com/gpu", "nvidia.com/mig-"];
+
+/// Whether the spec brings the guard in. As in the admission policies: a container that asks for a
+/// GPU needs the volume and the loader's file; where none asks (the GPU is claimed otherwise), one
+/// with them is enough.
+fn guard(meta: &ObjectMeta, spec: Option<&PodSpec>) -> GuardOptIn {
+    let volume = spec.and_then(|s| guard_volume(s));
+    let containers =
+        || spec.into_iter().flat_map(|s| s.containers.iter().chain(s.init_containers.iter().flatten()));
+    let guarded = |container: &Container| {
+        let mounts = container.volume_mounts.as_deref().unwrap_or_default();
+        let mounted =
+            |path: &str| mounts.iter().any(|m| Some(m.name.as_str()) == volume && m.mount_path == path);
+        mounted(names::GUARD_MOUNT) && mounted(names::GUARD_PRELOAD)
+    };
+    let mut asking = containers().filter(|c| asks_for_gpu(c)).peekable();
+    let whole = if asking.peek().is_some() { asking.all(guarded) } else { containers().any(guarded) };
+    let labelled = meta.labels.as_ref().and_then(|l| l.get(names::GUARD_LABEL)).is_some_and(|v| v == "true");
+    match (volume.is_some() && whole, labelled || volume.is_some()) {
+        (true, _) => GuardOptIn::Volume,
+        (false, true) => GuardOptIn::Asked,
+        (false, false) => GuardOptIn::No,
+    }
+}
+
+/// The name of the volume that brings the guard in.
+fn guard_volume(spec: &PodSpec) -> Option<&str> {
+    let ours = |csi: &k8s_openapi::api::core::v1::CSIVolumeSource| csi.driver == names::GUARD_DRIVER;
+    let volume = spec.volumes.as_ref()?.iter().find(|v| v.csi.as_ref().is_some_and(ours))?;
+    Some(&volume.name)
+}
+
+/// Whether a pod has a volume of the guard's driver.
+pub fn has_guard_volume(pod: &Pod) -> bool {
+    pod.spec.as_ref().and_then(guard_volume).is_some()
+}
+
+fn asks_for_gpu(container: &Container) -> bool {
+    let limits = container.resources.as_ref().and_then(|r| r.limits.as_ref());
+    limits.is_some_and(|limits| {
+        limits.keys().any(|name| GPU_RESOURCES.iter().any(|prefix| name.starts_with(prefix)))
+    })
 }
 
 /// The facts of one namespace.
@@ -299,6 +360,33 @@ mod tests {
         let pod = parse(json!({"metadata": {}, "spec": {"containers": [],
             "volumes": [{"name": "highwater", "hostPath": {"path": "/etc"}}]}}));
         assert!(!pod.signal_volume);
+    }
+
+    #[test]
+    fn the_guard_is_in_a_pod_whose_gpu_containers_all_have_it() {
+        let mounts = json!([
+            {"name": "g", "mountPath": "/opt/highwater", "readOnly": true},
+            {"name": "g", "mountPath": "/etc/ld.so.preload", "subPath": "ld.so.preload", "readOnly": true}]);
+        let container = |name: &str, gpu: bool, mounts: &Value| {
+            let limits = if gpu { json!({"nvidia.com/gpu": "1"}) } else { json!({}) };
+            json!({"name": name, "resources": {"limits": limits}, "volumeMounts": mounts})
+        };
+        let pod = |label: bool, volume: bool, containers: &[&Value]| {
+            let labels = if label { json!({"highwater.dev/guard": "true"}) } else { json!({}) };
+            let driver = if volume { "guard.highwater.dev" } else { "other.example.com" };
+            parse(json!({"metadata": {"labels": labels}, "spec": {
+                "containers": containers, "volumes": [{"name": "g", "csi": {"driver": driver}}]}}))
+            .guard
+        };
+        let (with, without) = (container("a", true, &mounts), container("b", true, &json!([])));
+        let (beside, claimed) = (container("c", false, &json!([])), container("d", false, &mounts));
+        assert_eq!(pod(false, false, &[&with]), GuardOptIn::No);
+        assert_eq!(pod(true, false, &[&with]), GuardOptIn::Asked, "nothing brought it in");
+        assert_eq!(pod(true, true, &[&with, &beside]), GuardOptIn::Volume);
+        assert_eq!(pod(false, true, &[&with]), GuardOptIn::Volume, "by its own spec");
+        assert_eq!(pod(true, true, &[&with, &without]), GuardOptIn::Asked, "one could do without it");
+        assert_eq!(pod(true, true, &[&beside]), GuardOptIn::Asked, "nobody has it");
+        assert_eq!(pod(true, true, &[&claimed]), GuardOptIn::Volume, "claimed otherwise");
     }
 
     #[test]

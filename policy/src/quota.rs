@@ -1,6 +1,6 @@
 //! What a pod may have on a device, and when it has too much.
 
-use highwater_crds::{Breach, ByteSize, PlanQuota};
+use highwater_crds::{Breach, ByteSize, KernelLimits, ManagedMemory, PlanQuota, Strength};
 
 use crate::{
     breaker::milliseconds,
@@ -19,6 +19,24 @@ pub struct EffectiveQuota {
     pub guarantee: Option<u64>,
     /// What happens above the limit.
     pub breach: Option<BreachTerms>,
+    /// The strength that the limit must have at least; `None` where nobody asks for more than
+    /// `Observe`.
+    pub asked: Option<Asked>,
+    /// What a guard does about managed memory.
+    pub managed: ManagedMemory,
+    /// Whether the limit is given to the driver as well (by the enforced layer alone).
+    pub kernel_limits: KernelLimits,
+}
+
+/// A strength that a policy asks for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Asked {
+    /// The strength.
+    pub strength: Strength,
+    /// The policy.
+    pub policy: String,
+    /// Its rule.
+    pub rule: String,
 }
 
 /// Where a limit comes from.
@@ -71,9 +89,9 @@ impl EffectiveQuota {
 }
 
 /// The quota of a pod on a device of `capacity` bytes, from the quotas that hold there in order
-/// of precedence. The limit is the strictest; the guarantee is that of the first that gives the
-/// pod a limit; the breach is the first that is set. The pod may lower its own limit, never
-/// raise it.
+/// of precedence. Limit, strength and managed memory are the strictest; guarantee and kernel limits
+/// are those of the first that gives the pod a limit; the breach is the first that is set. The pod
+/// may lower its own limit, never raise it.
 pub fn effective<'a>(
     quotas: impl IntoIterator<Item = &'a PlanQuota>,
     pod: &PodFacts,
@@ -103,7 +121,14 @@ pub fn effective<'a>(
             lowered_by = Some(by);
         }
     }
-    let guarantee = entitlements.first().and_then(|e| e.guarantee).map(|g| g.bytes().min(limit));
+    let first = entitlements.first();
+    let guarantee = first.and_then(|e| e.guarantee).map(|g| g.bytes().min(limit));
+    let kernel_limits = first.map(|e| e.kernel_limits).unwrap_or_default();
+    let managed = entitlements.iter().filter_map(|e| e.managed).max().unwrap_or_default();
+    // Of equal strengths the one that comes first gives its name.
+    let asked = entitlements.iter().rev().max_by_key(|e| e.minimum).filter(|e| e.minimum > Strength::Observe);
+    let asked =
+        asked.map(|e| Asked { strength: e.minimum, policy: e.policy.to_owned(), rule: e.rule.to_owned() });
     let breach = matching.iter().find_map(|quota| {
         quota.value.breach.as_ref().map(|terms| BreachTerms {
             policy: quota.policy.clone(),
@@ -112,7 +137,20 @@ pub fn effective<'a>(
         })
     });
     let source = Source { policy: strictest.policy.to_owned(), rule: strictest.rule.to_owned(), lowered_by };
-    Some(EffectiveQuota { limit, source, guarantee, breach })
+    Some(EffectiveQuota { limit, source, guarantee, breach, asked, managed, kernel_limits })
+}
+
+/// What a CUDA context takes where none was seen yet, in bytes: as measured on an H200 with driver
+/// 580 (docs/real-gpu.md).
+pub const DEFAULT_CONTEXT: u64 = 518 * ByteSize::MI;
+/// What a process needs beside its context to do anything at all, in bytes.
+pub const CONTEXT_HEADROOM: u64 = 64 * ByteSize::MI;
+
+/// Whether a limit is below what one CUDA context takes on such a device and a little more, so that
+/// no process can work under it (`QuotaBelowContext`). `context` is what was learned for the kind of
+/// device, else [`DEFAULT_CONTEXT`].
+pub const fn below_context(limit: u64, context: u64) -> bool {
+    limit < context.saturating_add(CONTEXT_HEADROOM)
 }
 
 /// What one policy gives a pod.
@@ -121,15 +159,36 @@ struct Entitlement<'a> {
     rule: &'a str,
     guarantee: Option<ByteSize>,
     limit: ByteSize,
+    minimum: Strength,
+    managed: Option<ManagedMemory>,
+    kernel_limits: KernelLimits,
 }
 
 impl<'a> Entitlement<'a> {
     fn of(quota: &'a PlanQuota, pod: &PodFacts) -> Option<Self> {
         let policy = quota.policy.as_str();
+        let kernel_limits = quota.value.kernel_limits;
         let rule = quota.value.rules.iter().find(|rule| pod::selects(&rule.pods, &pod.labels));
-        rule.map(|r| Self { policy, rule: &r.name, guarantee: r.guarantee, limit: r.limit }).or_else(|| {
-            let default = quota.value.default.as_ref()?;
-            Some(Self { policy, rule: "default", guarantee: default.guarantee, limit: default.limit })
+        if let Some(rule) = rule {
+            return Some(Self {
+                policy,
+                rule: &rule.name,
+                guarantee: rule.guarantee,
+                limit: rule.limit,
+                minimum: rule.minimum_strength.unwrap_or_default(),
+                managed: rule.managed_memory,
+                kernel_limits,
+            });
+        }
+        let default = quota.value.default.as_ref()?;
+        Some(Self {
+            policy,
+            rule: "default",
+            guarantee: default.guarantee,
+            limit: default.limit,
+            minimum: Strength::Observe,
+            managed: None,
+            kernel_limits,
         })
     }
 }
@@ -202,8 +261,23 @@ mod tests {
                 default: Some(DefaultQuota { guarantee: guarantee.map(ByteSize), limit: ByteSize(limit) }),
                 rules: Vec::new(),
                 breach: hold.map(terms),
+                kernel_limits: KernelLimits::default(),
             },
         }
+    }
+
+    /// A policy with one rule that matches every pod.
+    fn asking(policy: &str, strength: Option<Strength>, managed: Option<ManagedMemory>) -> PlanQuota {
+        let mut asking = quota(policy, 8 * GI, None, None);
+        asking.value.rules = vec![QuotaRule {
+            name: "all".into(),
+            pods: LabelSelector::default(),
+            guarantee: None,
+            limit: ByteSize(8 * GI),
+            minimum_strength: strength,
+            managed_memory: managed,
+        }];
+        asking
     }
 
     fn terms(hold: i32) -> Breach {
@@ -240,11 +314,55 @@ mod tests {
             guarantee: Some(ByteSize(12 * GI)),
             limit: ByteSize(16 * GI),
             minimum_strength: None,
+            managed_memory: None,
         }];
         let labelled = PodFacts { labels: [("tier".into(), "serving".into())].into(), ..pod() };
         assert_eq!(of(&quotas, &labelled, None).unwrap().due(), 12 * GI);
         let dropped = of(&quotas, &pod(), None).unwrap();
         assert_eq!((dropped.limit, dropped.source.rule.as_str()), (8 * GI, "default"));
+    }
+
+    #[test]
+    fn strength_and_managed_memory_are_the_strictest_and_name_who_asks() {
+        use ManagedMemory::{Charge, Ignore, Refuse};
+        let asked = |quotas: &[PlanQuota]| of(quotas, &pod(), None).unwrap();
+        let nobody = asked(&[asking("a", Some(Strength::Observe), None), quota("b", GI, None, None)]);
+        assert_eq!((nobody.asked, nobody.managed), (None, Charge));
+        let both = asked(&[
+            asking("a", Some(Strength::Reservation), Some(Ignore)),
+            asking("b", Some(Strength::Guard), None),
+            asking("c", Some(Strength::Guard), Some(Refuse)),
+        ]);
+        let Asked { strength, policy, rule } = both.asked.unwrap();
+        assert_eq!((strength, policy.as_str(), rule.as_str()), (Strength::Guard, "b", "all"));
+        assert_eq!(both.managed, Refuse);
+        let alone = asked(&[asking("a", None, Some(Ignore)), quota("b", GI, None, None)]);
+        assert_eq!(alone.managed, Ignore, "who says nothing of it does not overrule who does");
+    }
+
+    #[test]
+    fn kernel_limits_are_those_of_the_first_policy() {
+        let mut off = quota("a", 8 * GI, None, None);
+        off.value.kernel_limits = KernelLimits::Off;
+        let quotas = [off, quota("b", GI, None, None)];
+        assert_eq!(of(&quotas, &pod(), None).unwrap().kernel_limits, KernelLimits::Off);
+        assert_eq!(of(&quotas[1..], &pod(), None).unwrap().kernel_limits, KernelLimits::IfAvailable);
+    }
+
+    #[test]
+    fn b17_a_limit_must_hold_a_context_and_a_little_more() {
+        assert!(below_context(512 * ByteSize::MI, DEFAULT_CONTEXT));
+        assert!(below_context(DEFAULT_CONTEXT + CONTEXT_HEADROOM - 1, DEFAULT_CONTEXT));
+        assert!(!below_context(DEFAULT_CONTEXT + CONTEXT_HEADROOM, DEFAULT_CONTEXT));
+        assert!(below_context(u64::MAX - 1, u64::MAX), "saturates");
+    }
+
+    #[test]
+    fn l12_a_guarantee_is_soft_up_to_the_limit_and_never_above_it() {
+        let found = of(&[quota("a", 16 * GI, Some(12 * GI), None)], &pod(), None).unwrap();
+        assert_eq!((found.limit, found.guarantee, found.due()), (16 * GI, Some(12 * GI), 12 * GI));
+        let small = of(&[quota("a", 16 * GI, Some(12 * GI), None)], &pod(), Some(10 * GI)).unwrap();
+        assert_eq!((small.limit, small.guarantee), (10 * GI, Some(10 * GI)), "clamped with the limit");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! From policies and nodes to one plan a node and one outcome a policy.
 //!
-//! Caps (limits, budgets) are kept side by side, since the strictest holds. Everything else is a
-//! tuning field: the policy with the highest priority sets it, then the older one, then the first
+//! Of caps (limits, budgets, the most that a pool may have) the strictest holds. Everything else is
+//! a tuning field: the policy with the highest priority sets it, then the older one, then the first
 //! by name. Each mode is resolved apart, so that a policy that only observes never binds.
 //!
 //! Nodes whose labels look alike to every selector and whose devices are of the same models share
@@ -18,13 +18,16 @@ use std::{
 use highwater_crds::{
     ActionType, BreakerScope, ByteSize, DeviceModel, DeviceRule, DeviceSelector, DeviceStatus,
     GpuMemoryNodeSpec, GpuMemoryPolicySpec, IncidentKind, Mode, Partition, PlanBreaker, PlanDriverReserve,
-    PlanLayer, PlanQuota, Quota, Victims, Watermark, names,
+    PlanLayer, PlanPool, PlanQuota, Pool, Quota, Strength, Victims, Watermark, names,
 };
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use kube::core::{Selector, SelectorExt};
 
-use crate::pod::{Labels, NamespaceFacts};
+use crate::{
+    pod::{Labels, NamespaceFacts},
+    quota,
+};
 
 /// How long an agent may follow its plan without contact with the API server, in seconds.
 const PLAN_LIFE_SECONDS: i32 = 600;
@@ -83,6 +86,40 @@ pub struct Outcome {
     pub unmatched: Option<String>,
     /// Fields that another policy sets instead.
     pub lost: Vec<Lost>,
+    /// Sizes that a cap of another policy holds down.
+    pub capped: Vec<String>,
+    /// Limits under which no process can work, since a CUDA context takes more.
+    pub below_context: Vec<String>,
+    /// Guarantees that its own pool could never cover.
+    pub above_pool: Vec<String>,
+    /// What it enforces, if it does.
+    pub enforces: Enforces,
+}
+
+/// What a policy in mode Enforce enforces; nothing in any other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Enforces {
+    /// It has quotas.
+    pub quota: bool,
+    /// A rule of them asks for more than to be measured.
+    pub strength: bool,
+    /// It asks for a reservation pool.
+    pub pool: bool,
+}
+
+impl Enforces {
+    fn of(spec: &GpuMemoryPolicySpec) -> Self {
+        if spec.mode != Mode::Enforce {
+            return Self::default();
+        }
+        let quota = spec.quota.as_ref().filter(|q| q.default.is_some() || !q.rules.is_empty());
+        Self {
+            quota: quota.is_some(),
+            strength: quota
+                .is_some_and(|q| q.rules.iter().any(|r| r.minimum_strength > Some(Strength::Observe))),
+            pool: spec.pool.as_ref().is_some_and(Pool::is_sized),
+        }
+    }
 }
 
 /// A field that another policy sets instead.
@@ -208,8 +245,9 @@ pub fn resolve<'a>(
     nodes: impl IntoIterator<Item = Node<'a>>,
     namespaces: &BTreeMap<String, NamespaceFacts>,
 ) -> Resolution {
-    let groups = group(policies, nodes);
-    let mut outcomes: Vec<Outcome> = policies.ranked.iter().map(|r| survey(r, &groups, namespaces)).collect();
+    let (groups, contexts) = group(policies, nodes);
+    let mut outcomes: Vec<Outcome> =
+        policies.ranked.iter().map(|r| survey(r, &groups, &contexts, namespaces)).collect();
 
     let mut losses = Losses::default();
     let mut plans = BTreeMap::new();
@@ -226,7 +264,12 @@ pub fn resolve<'a>(
         plans.extend(group.nodes.iter().map(|name| ((*name).to_owned(), Arc::clone(&plan))));
     }
 
-    for ((loser, field), winner) in losses.0 {
+    for (rank, said) in losses.capped {
+        if let Some(outcome) = outcomes.get_mut(rank) {
+            outcome.capped.push(said);
+        }
+    }
+    for ((loser, field), winner) in losses.lost {
         if let (Some(outcome), Some(lost), Some(won)) =
             (outcomes.get_mut(loser), policies.ranked.get(loser), policies.ranked.get(winner))
         {
@@ -248,13 +291,28 @@ struct Group<'a> {
     nodes: Vec<&'a str>,
 }
 
-fn group<'a>(policies: &Policies, nodes: impl IntoIterator<Item = Node<'a>>) -> Vec<Group<'a>> {
+/// The largest CUDA context that was seen on any node, by the kind of device.
+type Contexts<'a> = HashMap<(&'a str, Partition), u64>;
+
+fn group<'a>(
+    policies: &Policies,
+    nodes: impl IntoIterator<Item = Node<'a>>,
+) -> (Vec<Group<'a>>, Contexts<'a>) {
     let mut groups: Vec<Group<'a>> = Vec::new();
     let mut known = HashMap::new();
+    let mut contexts = Contexts::new();
     for node in nodes {
+        for model in node.models {
+            if let Some(context) = model.context {
+                let largest = contexts.entry((model.product.as_str(), model.partition)).or_default();
+                *largest = context.0.max(*largest);
+            }
+        }
         let seen: Vec<Option<&str>> =
             policies.node_keys.iter().map(|key| node.labels.get(key).map(String::as_str)).collect();
-        let stand_down = node.labels.get(names::STAND_DOWN).is_some_and(|v| v == "true");
+        let says = |label, value| node.labels.get(label).is_some_and(|v| v == value);
+        let stand_down =
+            says(names::STAND_DOWN, "true") || says(names::DRIVER_UPGRADE, names::DRIVER_UPGRADE_RESTARTS);
         let models: Vec<_> =
             node.models.iter().map(|m| (m.product.as_str(), m.partition, m.memory)).collect();
         let index = *known.entry((seen, stand_down, models)).or_insert_with(|| {
@@ -276,19 +334,26 @@ fn group<'a>(policies: &Policies, nodes: impl IntoIterator<Item = Node<'a>>) -> 
             }
         }
     }
-    groups
+    (groups, contexts)
 }
 
 /// What a policy selects, and whether its sizes fit that.
-fn survey(ranked: &Ranked, groups: &[Group<'_>], namespaces: &BTreeMap<String, NamespaceFacts>) -> Outcome {
+fn survey(
+    ranked: &Ranked,
+    groups: &[Group<'_>],
+    contexts: &Contexts<'_>,
+    namespaces: &BTreeMap<String, NamespaceFacts>,
+) -> Outcome {
     let spec = &ranked.policy.spec;
-    let mut outcome = Outcome { generation: ranked.policy.generation, ..Outcome::default() };
+    let mut outcome =
+        Outcome { generation: ranked.policy.generation, enforces: Enforces::of(spec), ..Outcome::default() };
     if ranked.fault.is_some() {
         outcome.invalid.clone_from(&ranked.fault);
         return outcome;
     }
     let mut selected: BTreeSet<(&str, ByteSize)> = BTreeSet::new();
     let mut passed_over: BTreeSet<&str> = BTreeSet::new();
+    let mut kinds: BTreeSet<(&str, Partition)> = BTreeSet::new();
     let mut memory_unknown = false;
     for group in groups.iter().filter(|g| ranked.nodes.matches(g.labels)) {
         outcome.nodes += group.nodes.len();
@@ -298,6 +363,7 @@ fn survey(ranked: &Ranked, groups: &[Group<'_>], namespaces: &BTreeMap<String, N
                 continue;
             }
             outcome.devices += count;
+            kinds.insert((&model.product, model.partition));
             match model.memory {
                 Some(memory) => {
                     selected.insert((&model.product, memory));
@@ -333,25 +399,13 @@ fn survey(ranked: &Ranked, groups: &[Group<'_>], namespaces: &BTreeMap<String, N
             outcome.clamped.push(format!("{field} needs {needed}, which {product} ({largest}) does not have: there it is clamped to the device"));
         }
     }
+    outcome.below_context = below_context(spec, &kinds, contexts);
+    outcome.above_pool = above_pool(spec, &selected);
     outcome
 }
 
-/// How much memory of a device something takes, as a function of the device's memory.
-type Need = Box<dyn Fn(ByteSize) -> ByteSize>;
-
-/// Everything in a policy that takes memory of a device.
-fn sizes(spec: &GpuMemoryPolicySpec) -> Vec<(String, Need)> {
-    let reserve = spec.pool.as_ref().and_then(|p| p.driver_reserve.clone());
-    let reserved = move |memory: ByteSize| {
-        reserve.as_ref().map_or(0, |r| {
-            let share = memory.0 / 100 * u64::try_from(r.percent).unwrap_or(0);
-            share.max(r.min_size.map_or(0, ByteSize::bytes))
-        })
-    };
-    let mut sizes: Vec<(String, Need)> = Vec::new();
-    if let Some(least) = spec.pool.as_ref().and_then(|p| p.driver_reserve.as_ref()?.min_size) {
-        sizes.push(("pool.driverReserve.minSize".to_owned(), Box::new(move |_| least)));
-    }
+/// The limits of a policy by the name of their field.
+fn limits(spec: &GpuMemoryPolicySpec) -> impl Iterator<Item = (String, ByteSize, Option<ByteSize>)> {
     let quota = spec.quota.as_ref();
     let default =
         quota.and_then(|q| q.default.as_ref()).map(|d| ("default".to_owned(), d.limit, d.guarantee));
@@ -359,27 +413,104 @@ fn sizes(spec: &GpuMemoryPolicySpec) -> Vec<(String, Need)> {
         .into_iter()
         .flat_map(|q| &q.rules)
         .map(|r| (format!("rules[{}]", r.name), r.limit, r.guarantee));
-    for (name, limit, guarantee) in default.into_iter().chain(rules) {
+    default.into_iter().chain(rules)
+}
+
+/// Limits that are below a context on some kind of device. A limit that no process can work under
+/// still holds: that it is too small is told, and changes nothing.
+fn below_context(
+    spec: &GpuMemoryPolicySpec,
+    kinds: &BTreeSet<(&str, Partition)>,
+    contexts: &Contexts<'_>,
+) -> Vec<String> {
+    let largest = kinds.iter().map(|kind| {
+        let context = contexts.get(kind).copied().unwrap_or(quota::DEFAULT_CONTEXT);
+        (context, kind.0)
+    });
+    let Some((context, product)) = largest.max() else { return Vec::new() };
+    limits(spec)
+        .filter(|(_, limit, _)| quota::below_context(limit.0, context))
+        .map(|(name, limit, _)| {
+            format!(
+                "quota.{name}.limit {limit} is below what a CUDA context takes on {product} ({}) and {}: no process can work under it: raise it",
+                ByteSize(context),
+                ByteSize(quota::CONTEXT_HEADROOM),
+            )
+        })
+        .collect()
+}
+
+/// Guarantees that the pool of the same policy could not cover on some device, however empty.
+fn above_pool(spec: &GpuMemoryPolicySpec, selected: &BTreeSet<(&str, ByteSize)>) -> Vec<String> {
+    let Some(pool) = spec.pool.as_ref().filter(|pool| pool.is_sized()) else { return Vec::new() };
+    let percent = pool.max_percent();
+    let most = |memory: ByteSize| {
+        let usable = memory.0.saturating_sub(reserved(spec, memory));
+        ByteSize(usable / 100 * u64::try_from(percent).unwrap_or(0))
+    };
+    let Some((product, memory)) = selected.iter().min_by_key(|(_, memory)| *memory) else {
+        return Vec::new();
+    };
+    limits(spec)
+        .filter_map(|(name, _, guarantee)| Some((name, guarantee?)))
+        .filter(|(_, guarantee)| *guarantee > most(*memory))
+        .map(|(name, guarantee)| {
+            format!(
+                "quota.{name}.guarantee {guarantee} is more than the pool may have on {product} (maxPercent {percent} of {memory}): raise maxPercent or promise less",
+            )
+        })
+        .collect()
+}
+
+/// What the policy's own reserve takes of a device.
+fn reserved(spec: &GpuMemoryPolicySpec, memory: ByteSize) -> u64 {
+    spec.pool.as_ref().and_then(|p| p.driver_reserve.as_ref()).map_or(0, |r| {
+        let share = memory.0 / 100 * u64::try_from(r.percent).unwrap_or(0);
+        share.max(r.min_size.map_or(0, ByteSize::bytes))
+    })
+}
+
+/// How much memory of a device something takes, as a function of the device's memory.
+type Need<'a> = Box<dyn Fn(ByteSize) -> ByteSize + 'a>;
+
+/// So much, beside the policy's own reserve.
+fn beside_reserve(spec: &GpuMemoryPolicySpec, size: ByteSize) -> Need<'_> {
+    Box::new(move |memory| ByteSize(size.0.saturating_add(reserved(spec, memory))))
+}
+
+/// Everything in a policy that takes memory of a device.
+fn sizes(spec: &GpuMemoryPolicySpec) -> Vec<(String, Need<'_>)> {
+    let mut sizes: Vec<(String, Need<'_>)> = Vec::new();
+    let pool = spec.pool.as_ref();
+    if let Some(least) = pool.and_then(|p| p.driver_reserve.as_ref()?.min_size) {
+        sizes.push(("pool.driverReserve.minSize".to_owned(), Box::new(move |_| least)));
+    }
+    if let Some(least) = pool.and_then(|p| p.min_size) {
+        sizes.push(("pool.minSize plus the driver's reserve".to_owned(), beside_reserve(spec, least)));
+    }
+    for (name, limit, guarantee) in limits(spec) {
         sizes.push((format!("quota.{name}.limit"), Box::new(move |_| limit)));
         if let Some(guarantee) = guarantee {
-            let reserved = reserved.clone();
-            sizes.push((
-                format!("quota.{name}.guarantee plus the driver's reserve"),
-                Box::new(move |memory| ByteSize(guarantee.0.saturating_add(reserved(memory)))),
-            ));
+            let field = format!("quota.{name}.guarantee plus the driver's reserve");
+            sizes.push((field, beside_reserve(spec, guarantee)));
         }
     }
     sizes
 }
 
-/// Who lost which field to whom: (loser, field) -> winner, as ranks. Of several winners the
-/// highest is named.
+/// Who did not get what it asked for.
 #[derive(Default)]
-struct Losses(BTreeMap<(usize, String), usize>);
+struct Losses {
+    /// Who lost which field to whom: (loser, field) -> winner, as ranks. Of several winners the
+    /// highest is named.
+    lost: BTreeMap<(usize, String), usize>,
+    /// Whose size is held down by whose cap, in words, by rank.
+    capped: BTreeSet<(usize, String)>,
+}
 
 impl Losses {
     fn note(&mut self, loser: usize, field: impl Into<String>, winner: usize) {
-        let entry = self.0.entry((loser, field.into())).or_insert(winner);
+        let entry = self.lost.entry((loser, field.into())).or_insert(winner);
         *entry = winner.min(*entry);
     }
 
@@ -450,6 +581,7 @@ fn layer(
             )
             .and_then(|(rank, value)| Some((name_of(&members, rank)?, value)))
             .map(|(policy, value)| PlanDriverReserve { policy, value });
+        let pool = settle_pool(&members, losses);
 
         let breakers: Vec<PlanBreaker> = [BreakerScope::Device, BreakerScope::Pool, BreakerScope::Pod]
             .into_iter()
@@ -492,9 +624,11 @@ fn layer(
             partition: *partition,
             quota_policies,
             driver_reserve,
+            pool,
             breakers,
         };
-        if !rule.quota_policies.is_empty() || rule.driver_reserve.is_some() || !rule.breakers.is_empty() {
+        let reserves = rule.driver_reserve.is_some() || rule.pool.is_some();
+        if !rule.quota_policies.is_empty() || reserves || !rule.breakers.is_empty() {
             rules.push(rule);
         }
     }
@@ -508,6 +642,28 @@ fn layer(
         })
         .collect();
     (!rules.is_empty()).then_some(PlanLayer { mode, rules, quotas })
+}
+
+/// The pool comes whole from one policy: a size of one with the pace of another would be a pool that
+/// nobody asked for. Only `maxPercent` is a cap, and the strictest of all holds.
+fn settle_pool(members: &[(usize, &Policy)], losses: &mut Losses) -> Option<PlanPool> {
+    let pools = || members.iter().filter_map(|(rank, p)| Some((*rank, p.spec.pool.as_ref()?)));
+    let sized = pools().filter(|(_, pool)| pool.is_sized());
+    let claims =
+        sized.map(|(rank, pool)| (rank, Pool { max_percent: None, driver_reserve: None, ..pool.clone() }));
+    let (rank, mut value) = losses.settle("pool", claims)?;
+    let cap = pools().filter_map(|(rank, pool)| Some((pool.max_percent?, rank))).min();
+    if let (Some((most, capping)), Some(size)) = (cap, value.size_percent)
+        && size > most
+        && let Some(by) = name_of(members, capping)
+    {
+        value.size_percent = Some(most);
+        let said = format!("pool.sizePercent {size} is held at {most} by pool.maxPercent of policy {by}");
+        losses.capped.insert((rank, said));
+    }
+    value.max_percent = Some(cap.map_or(value.max_percent(), |(most, _)| most));
+    let max_policy = cap.filter(|(_, capping)| *capping != rank).and_then(|(_, r)| name_of(members, r));
+    Some(PlanPool { policy: name_of(members, rank)?, max_policy, value })
 }
 
 /// What a breach leads to is taken from the first policy that concerns the pod, so a policy loses
@@ -669,7 +825,7 @@ mod tests {
     }
 
     fn model(product: &str, partition: Partition, gib: u64) -> DeviceModel {
-        DeviceModel { product: product.into(), partition, memory: Some(ByteSize::gib(gib)) }
+        DeviceModel { product: product.into(), partition, memory: Some(ByteSize::gib(gib)), context: None }
     }
 
     fn devices(models: &[i32]) -> Vec<DeviceStatus> {
@@ -828,6 +984,95 @@ mod tests {
     }
 
     #[test]
+    fn a_pool_comes_whole_from_one_policy_and_the_least_cap_of_all_holds() {
+        let (sized, other, cap) = (
+            json!({"pool": {"sizePercent": 60, "maxPercent": 75, "startHoldSeconds": 30, "driverReserve": {"percent": 3}}}),
+            json!({"pool": {"minSize": "8Gi", "decayPercent": 50}}),
+            json!({"pool": {"maxPercent": 40}}),
+        );
+        let (plan, outcomes) = on_one_node(
+            vec![policy("sized", 2, 0, &sized), policy("other", 1, 0, &other), policy("cap", 0, 0, &cap)],
+            &h200(),
+        );
+        let rule = &plan.layers[0].rules[0];
+        let pool = rule.pool.as_ref().unwrap();
+        assert_eq!((pool.policy.as_str(), pool.max_policy.as_deref()), ("sized", Some("cap")));
+        let Pool { size_percent, min_size, max_percent, start_hold_seconds, decay_percent, .. } = pool.value;
+        assert_eq!((size_percent, max_percent, start_hold_seconds), (Some(40), Some(40), Some(30)));
+        assert_eq!((min_size, decay_percent, &pool.value.driver_reserve), (None, None, &None));
+        assert_eq!(rule.driver_reserve.as_ref().unwrap().policy, "sized");
+        assert_eq!(outcomes["other"].lost[0].to_string(), "pool lost to policy sized (priority 2 > 1)");
+        assert_eq!(
+            outcomes["sized"].capped,
+            ["pool.sizePercent 60 is held at 40 by pool.maxPercent of policy cap"]
+        );
+        assert!(outcomes["sized"].lost.is_empty() && outcomes["cap"].lost.is_empty(), "a cap loses nothing");
+    }
+
+    #[test]
+    fn a_pool_without_a_cap_has_the_usual_one() {
+        for (size, most) in [(60, 75), (90, 90)] {
+            let pool = json!({"pool": {"sizePercent": size}});
+            let (plan, outcomes) = on_one_node(vec![policy("a", 1, 0, &pool)], &h200());
+            let pool = plan.layers[0].rules[0].pool.as_ref().unwrap();
+            assert_eq!((pool.value.max_percent, pool.max_policy.as_ref()), (Some(most), None));
+            assert!(outcomes["a"].capped.is_empty());
+        }
+        let cap_alone = json!({"pool": {"maxPercent": 40}});
+        assert!(on_one_node(vec![policy("a", 1, 0, &cap_alone)], &h200()).0.layers.is_empty());
+    }
+
+    #[test]
+    fn b17_a_limit_below_a_context_is_told_by_what_was_seen_on_that_kind_of_device() {
+        let limit = |limit: &str| vec![policy("a", 1, 0, &json!({"quota": {"default": {"limit": limit}}}))];
+        let told = |text: &str, context: Option<u64>| {
+            let mut models = h200();
+            models[0].context = context.map(ByteSize::mib);
+            let outcome = on_one_node(limit(text), &models).1["a"].clone();
+            assert!(outcome.invalid.is_none(), "a limit that is too small holds all the same");
+            outcome.below_context
+        };
+        let message = &told("512Mi", None)[0];
+        assert!(
+            message.contains("quota.default.limit 512Mi") && message.contains("NVIDIA H200 (518Mi)"),
+            "{message}"
+        );
+        assert!(told("582Mi", None).is_empty());
+        assert!(told("512Mi", Some(256)).is_empty(), "a context is smaller there");
+        assert_eq!(told("600Mi", Some(576)).len(), 1);
+    }
+
+    #[test]
+    fn a_guarantee_that_the_pool_could_never_cover_is_told() {
+        let outcome = |guarantee: &str| {
+            let spec = json!({"pool": {"sizePercent": 20, "maxPercent": 50, "driverReserve": {"percent": 10}},
+                "quota": {"default": {"limit": "100Gi", "guarantee": guarantee}}});
+            on_one_node(vec![policy("a", 1, 0, &spec)], &h200()).1["a"].clone()
+        };
+        assert!(outcome("62Gi").above_pool.is_empty());
+        let message = outcome("64Gi").above_pool[0].clone();
+        assert!(
+            message.contains("guarantee 64Gi") && message.contains("maxPercent 50 of 140Gi"),
+            "{message}"
+        );
+    }
+
+    #[test]
+    fn only_enforce_enforces() {
+        let of = |mode: &str, rules: Value| {
+            let spec = json!({"mode": mode, "remediation": {"budget": {}}, "pool": {"minSize": "1Gi"},
+                "quota": {"rules": rules}});
+            on_one_node(vec![policy("a", 1, 0, &spec)], &h200()).1["a"].enforces
+        };
+        let rule =
+            |strength: &str| json!([{"name": "r", "pods": {}, "limit": "8Gi", "minimumStrength": strength}]);
+        assert_eq!(of("DryRun", rule("Guard")), Enforces::default());
+        assert_eq!(of("Enforce", rule("Guard")), Enforces { quota: true, strength: true, pool: true });
+        assert_eq!(of("Enforce", rule("Observe")), Enforces { quota: true, strength: false, pool: true });
+        assert_eq!(of("Enforce", json!([])), Enforces { quota: false, strength: false, pool: true });
+    }
+
+    #[test]
     fn selectors_that_select_nothing_say_which() {
         for (spec, word) in [
             (json!({"nodes": {"matchLabels": {"pool": "none"}}}), "nodes selects no node"),
@@ -870,10 +1115,18 @@ mod tests {
     }
 
     #[test]
-    fn the_stand_down_label_reaches_the_plan() {
-        let (labels, models) = (labels(&[(names::STAND_DOWN, "true")]), h200());
-        let node = Node { name: "n1", labels: &labels, models: &models, devices: &[] };
-        assert!(resolve(&Policies::default(), [node], &BTreeMap::new()).plans["n1"].stand_down);
+    fn a_node_stands_down_by_its_label_and_while_its_driver_is_replaced() {
+        let stands_down = |label: &str, value: &str| {
+            let (labels, models) = (labels(&[(label, value)]), h200());
+            let node = Node { name: "n1", labels: &labels, models: &models, devices: &[] };
+            resolve(&Policies::default(), [node], &BTreeMap::new()).plans["n1"].stand_down
+        };
+        assert!(stands_down(names::STAND_DOWN, "true"));
+        assert!(!stands_down(names::STAND_DOWN, "false"));
+        assert!(stands_down(names::DRIVER_UPGRADE, "pod-restart-required"));
+        for state in ["drain-required", "validation-required", "upgrade-done"] {
+            assert!(!stands_down(names::DRIVER_UPGRADE, state), "{state}");
+        }
     }
 
     prop_compose! {
@@ -886,6 +1139,8 @@ mod tests {
             trip in option::of(70..73i32),
             limit in option::of(select(vec!["8Gi", "60Gi", "200Gi"])),
             kinds in option::of(select(vec!["Job", "ReplicaSet"])),
+            size in option::of(select(vec![20, 60])),
+            most in option::of(select(vec![40, 75])),
         ) -> Value {
             let mut spec = json!({"mode": mode, "priority": priority, "created": created, "nodes": {},
                                   "remediation": {"budget": {}}});
@@ -893,6 +1148,8 @@ mod tests {
             if let Some(product) = product { spec["devices"] = json!({"products": [product]}); }
             if let Some(trip) = trip { spec["breakers"] = breaker(trip)["breakers"].clone(); }
             if let Some(limit) = limit { spec["quota"] = json!({"default": {"limit": limit}}); }
+            if let Some(size) = size { spec["pool"]["sizePercent"] = json!(size); }
+            if let Some(most) = most { spec["pool"]["maxPercent"] = json!(most); }
             if let Some(kind) = kinds { spec["remediation"]["victims"] = json!({"ownerKinds": [kind]}); }
             spec
         }
@@ -929,6 +1186,12 @@ mod tests {
             policies.rotate_left(p);
             nodes.rotate_left(n);
             nodes.reverse();
+            for plan in before.plans.values() {
+                for pool in plan.layers.iter().flat_map(|l| &l.rules).filter_map(|r| r.pool.as_ref()) {
+                    // As the schema of the plan asks.
+                    prop_assert!(pool.value.size_percent <= pool.value.max_percent);
+                }
+            }
             prop_assert_eq!(before, run(&policies, &nodes));
         }
     }

@@ -5,7 +5,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::{ActionType, Level, Mode};
+use crate::{ActionType, Level, Mode, Strength, StrengthReason};
 
 /// One episode: evidence (`spec`, by the agent), what is seen now (`status.observation`, by the
 /// agent) and what was decided (`status.decision`, by the operator).
@@ -148,7 +148,20 @@ pub struct Evidence {
 
     /// The enforcement that was active for the subject.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub strength: Option<crate::Strength>,
+    pub strength: Option<Strength>,
+
+    /// Why it was no stronger. Absent where it was the strongest there is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub strength_reason: Option<StrengthReason>,
+
+    /// What a pod without a guard could have taken beyond its due: the free bytes of the device
+    /// that were not owed to it. Absent where there is no pool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overshoot_bytes: Option<i64>,
+
+    /// What its guard had charged, where it has one. The driver's number is `usedBytes`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub charged_bytes: Option<i64>,
 
     /// Why this pod and no other.
     #[serde(default, skip_serializing_if = "String::is_empty")]

@@ -5,7 +5,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::{Breaker, ByteSize, DriverReserve, Mode, Partition, Quota, Strength};
+use crate::{Breaker, ByteSize, DriverReserve, Mode, Partition, Pool, Quota, Strength};
 
 /// The plan for one node (`spec`, by the operator) and its state (`status`, by the agent).
 ///
@@ -28,6 +28,13 @@ use crate::{Breaker, ByteSize, DriverReserve, Mode, Partition, Quota, Strength};
     ),
     printcolumn(name = "Level", type_ = "string", json_path = ".status.level"),
     printcolumn(name = "Devices", type_ = "integer", json_path = ".status.deviceCount"),
+    printcolumn(
+        name = "Enforced",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type=='Enforced')].status",
+        priority = 1
+    ),
+    printcolumn(name = "Strength", type_ = "string", json_path = ".status.baseStrength", priority = 1),
     printcolumn(name = "Driver", type_ = "string", json_path = ".status.driverVersion"),
     printcolumn(
         name = "Reason",
@@ -98,6 +105,10 @@ pub struct DeviceRule {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub driver_reserve: Option<PlanDriverReserve>,
 
+    /// The reservation pool. Absent: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pool: Option<PlanPool>,
+
     /// The breakers, one a scope.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 3))]
@@ -113,6 +124,22 @@ pub struct PlanDriverReserve {
     pub policy: String,
     /// Its value.
     pub value: DriverReserve,
+}
+
+/// A reservation pool and the policies it came from.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PlanPool {
+    /// The policy that everything but `maxPercent` came from.
+    #[schemars(length(max = 253))]
+    pub policy: String,
+    /// The policy whose `maxPercent` holds, where that is another.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 253))]
+    pub max_policy: Option<String>,
+    /// Its value, with the `maxPercent` that holds, a `sizePercent` no greater than that, and no
+    /// `driverReserve` (the rule has that apart).
+    pub value: Pool,
 }
 
 /// A breaker, the policy it came from, and whom that policy lets it act on.
@@ -158,7 +185,8 @@ pub struct GpuMemoryNodeStatus {
     pub observed_generation: Option<i64>,
 
     /// `Monitored`: every device is being measured. `Attention`: something here needs a person
-    /// (zombie memory, memory that no process explains).
+    /// (zombie memory, memory that no process explains, a pool that does not cover what is
+    /// promised). `Enforced`: every pod has the strength that its quota asks for.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
@@ -195,6 +223,21 @@ pub struct GpuMemoryNodeStatus {
     #[schemars(length(max = 4))]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
     pub top_pods: Vec<TopPod>,
+
+    /// The strength that a pod without a guard has on every device here, as far as it depends on
+    /// the node: what its driver and its pools can do. Absent: `Observe`.
+    #[serde(default, skip_serializing_if = "is_observe")]
+    pub base_strength: Strength,
+
+    /// Number of pods and devices where the strength is less than the quota asks for. Absent: none.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub below_count: i32,
+
+    /// Some of them with the reason, at most 4: one of each policy, then those furthest below.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 4))]
+    #[x_kube(merge_strategy = ListMerge::Atomic)]
+    pub below_strength: Vec<BelowStrength>,
 }
 
 /// A kind of device.
@@ -209,6 +252,10 @@ pub struct DeviceModel {
     /// Memory of one such device. Absent where the driver does not say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<ByteSize>,
+    /// What a CUDA context was seen to take on such a device, rounded up to 64Mi. Absent: none was
+    /// seen yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub context: Option<ByteSize>,
 }
 
 /// The state of one device.
@@ -231,6 +278,19 @@ pub struct DeviceStatus {
     /// The weakest enforcement that holds for a pod here. Absent: `Observe`.
     #[serde(default, skip_serializing_if = "is_observe")]
     pub strength: Strength,
+    /// Number of pods by the enforcement that holds for them, where it is not the same for all.
+    /// Absent: all have `strength`, or left out for the size of the object.
+    #[serde(default, skip_serializing_if = "StrengthCounts::is_empty")]
+    pub strengths: StrengthCounts,
+    /// What is wrong with the reservation pool. Absent: there is none, or it covers what is
+    /// promised.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pool: Option<PoolTrouble>,
+    /// The most that a pod without a guard could take beyond its due here: the free bytes that are
+    /// owed to others or to nobody, rounded up to a power of two of GiB. Absent: there is no pool,
+    /// or left out for the size of the object.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overshoot: Option<ByteSize>,
     /// Number of pods that use the device. Absent: none, or left out for the size of the object.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub pods: i32,
@@ -243,6 +303,141 @@ pub struct DeviceStatus {
     /// The highest mode in which a breaker holds here and that asks for Freeze at this level.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub freeze: Option<Freeze>,
+}
+
+/// How many pods have which enforcement.
+#[derive(KubeSchema, Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct StrengthCounts {
+    /// Pods that are only measured.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub observe: i32,
+    /// Pods that can take no more than little beyond their due.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub reservation: i32,
+    /// Pods whose allocations are refused at the call.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub guard: i32,
+    /// Pods whose allocations the driver refuses.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub kernel: i32,
+}
+
+impl StrengthCounts {
+    /// Counts one more pod.
+    pub fn add(&mut self, strength: Strength) {
+        let count = match strength {
+            Strength::Observe => &mut self.observe,
+            Strength::Reservation => &mut self.reservation,
+            Strength::Guard => &mut self.guard,
+            Strength::Kernel => &mut self.kernel,
+        };
+        *count = count.saturating_add(1);
+    }
+
+    /// The number of pods with this strength.
+    pub const fn of(&self, strength: Strength) -> i32 {
+        match strength {
+            Strength::Observe => self.observe,
+            Strength::Reservation => self.reservation,
+            Strength::Guard => self.guard,
+            Strength::Kernel => self.kernel,
+        }
+    }
+
+    /// The weakest strength of any pod; `Observe` where there is none.
+    pub fn weakest(&self) -> Strength {
+        Strength::ALL.into_iter().find(|s| self.of(*s) > 0).unwrap_or_default()
+    }
+
+    /// Whether nobody is counted.
+    pub fn is_empty(&self) -> bool {
+        Strength::ALL.into_iter().all(|s| self.of(s) == 0)
+    }
+
+    /// Whether not all have the same.
+    pub fn differ(&self) -> bool {
+        Strength::ALL.into_iter().filter(|s| self.of(*s) > 0).count() > 1
+    }
+}
+
+/// What is wrong with a reservation pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+pub enum PoolTrouble {
+    /// It does not cover the guarantees that are not yet granted: too much is promised, or memory
+    /// is in use that is nobody's due.
+    Short,
+    /// The keeper that holds the memory does not answer.
+    KeeperAway,
+    /// The driver does not let memory be held here (some do not for MIG instances).
+    Unsupported,
+}
+
+/// A pod whose quota holds less firmly than it asks for.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct BelowStrength {
+    /// Namespace of the pod.
+    pub namespace: String,
+    /// Name of the pod.
+    pub name: String,
+    /// UUID of the device.
+    pub device: String,
+    /// The policy that asks for the strength.
+    #[schemars(length(max = 253))]
+    pub policy: String,
+    /// What its quota asks for.
+    pub asked: Strength,
+    /// What holds. Absent: `Observe`.
+    #[serde(default, skip_serializing_if = "is_observe")]
+    pub active: Strength,
+    /// Why it is no more.
+    pub reason: StrengthReason,
+}
+
+/// Why a pod has no greater strength.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+pub enum StrengthReason {
+    /// The plan is too old to bind, or none was ever received: the node only measures.
+    NoPlan,
+    /// Nothing in its spec brings in the guard: it did not opt in.
+    NotOptedIn,
+    /// It opted in, and none of its processes has a guard connected while some hold memory.
+    GuardNotConnected,
+    /// It has a guard, and one of its processes holds memory outside it: a static program, a
+    /// private copy of the driver's library, or the like.
+    OutsideGuard,
+    /// It has a guard, and a process in another root (a nested or ephemeral container, a chroot)
+    /// holds memory outside it.
+    OtherRoot,
+    /// The image has an `/etc/ld.so.preload` of its own that the guard's hides.
+    PreloadHidden,
+    /// The guard is off in clients of an MPS server.
+    Mps,
+    /// The guard does not know this version of the driver, and stays out of it.
+    UnknownDriver,
+    /// The guard in the pod speaks no version that the agent speaks.
+    GuardVersion,
+    /// No policy gives the device a pool.
+    NoPool,
+    /// The pool does not cover what is promised.
+    PoolShort,
+    /// The keeper, which holds the pool and serves the guard, does not answer.
+    KeeperAway,
+    /// More is free on the device, and not owed to this pod, than the policy's `overshootLimit`.
+    Overshoot,
+    /// The policy has `kernelLimits: Off`, or does not enforce.
+    KernelLimitsOff,
+    /// The driver has no memory limits (R615 and later do).
+    NoKernelLimits,
+    /// The driver has no memory limits for MIG instances.
+    KernelLimitsMig,
+    /// The node has no cgroup v2, which the driver's limits need.
+    NoCgroupV2,
+    /// The driver refused the limit; the agent's log has its words.
+    KernelLimitRefused,
+    /// The limit is below what the pod holds already: it is given to the driver once that fell.
+    AboveLimit,
 }
 
 #[allow(clippy::trivially_copy_pass_by_ref)] // the signature that serde asks for

@@ -38,6 +38,12 @@ use crate::ByteSize;
         type_ = "string",
         json_path = ".status.conditions[?(@.type=='Programmed')].reason"
     ),
+    printcolumn(
+        name = "Enforced",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type=='Enforced')].status",
+        priority = 1
+    ),
     printcolumn(name = "Nodes", type_ = "integer", json_path = ".status.nodes", priority = 1),
     printcolumn(name = "Devices", type_ = "integer", json_path = ".status.devices", priority = 1),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
@@ -73,7 +79,8 @@ pub struct GpuMemoryPolicySpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub namespaces: Option<LabelSelector>,
 
-    /// The reservation pool. Of it, `driverReserve` is served.
+    /// The reservation pool: memory that is really held on each device, for those to whom it is
+    /// promised.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<Pool>,
 
@@ -138,31 +145,201 @@ pub enum Partition {
     Mig,
 }
 
-/// The reservation pool of a device.
+/// The reservation pool of a device: memory that Highwater holds and gives out as *grants* to the
+/// pods that have a quota.
+///
+/// Its size comes from `sizePercent` and `minSize`, whichever is more, and never passes
+/// `maxPercent`. All three are of the memory that is left after the driver's reserve and after what
+/// belongs to no pod. Where several policies govern a device, everything but `maxPercent` and
+/// `driverReserve` comes from one of them; of several `maxPercent` the least holds.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
-    validation = Rule::new("!has(self.sizePercent) && !has(self.minSize) && !has(self.maxPercent)")
-        .message("pool.sizePercent, pool.minSize and pool.maxPercent are not yet served by this version: remove them (driverReserve is served)")
+    validation = Rule::new("!has(self.sizePercent) || !has(self.maxPercent) || self.sizePercent <= self.maxPercent")
+        .message("sizePercent must not be above maxPercent: the pool could never reach it"),
+    validation = Rule::new("has(self.sizePercent) || has(self.minSize) || !(has(self.stepSize) || has(self.marginSize) || has(self.startHoldSeconds) || has(self.allocationWaitSeconds) || has(self.decayPercent) || has(self.overshootLimit) || has(self.adaptive))")
+        .message("these settings of a pool need a pool: give sizePercent or minSize, or remove them")
 )]
 pub struct Pool {
-    /// Share of the device that the pool holds at first. Not yet served.
+    /// Share of the device that the pool holds at first.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 100))]
     pub size_percent: Option<i32>,
 
-    /// Least size of the pool. Not yet served.
+    /// Least size of the pool, as far as `maxPercent` lets it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub min_size: Option<ByteSize>,
 
-    /// Greatest share of the device that the pool may grow to. Not yet served.
+    /// Greatest share of the device that the pool may have, whatever else is set. A cap: of several
+    /// policies the least holds, whatever their priority. Absent everywhere: 75, or `sizePercent`
+    /// where that is more.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 100))]
     pub max_percent: Option<i32>,
 
+    /// How much a grant of a guarded pod grows at once, ahead of use. Absent: 1Gi.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub step_size: Option<ByteSize>,
+
+    /// How much of the device is left free whatever the pool would still like to hold, so that
+    /// reserving never pushes a pod's managed memory out. Absent: 512Mi.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub margin_size: Option<ByteSize>,
+
+    /// For so long after a pod came to the device no memory is given out there ahead of use, since
+    /// engines measure what is free while they start. 0: no such hold. Absent: 120.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0, max = 3600))]
+    pub start_hold_seconds: Option<i32>,
+
+    /// How long an allocation of a guarded pod waits for memory that is promised to nobody else but
+    /// not free now, before it fails. Limits may add up to more than the pool; this says what
+    /// happens then. Absent: 0, it fails at once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0, max = 60))]
+    pub allocation_wait_seconds: Option<i32>,
+
+    /// Share of the idle part of a grant above the guarantee that goes back to the pool each
+    /// minute. 0: none. Absent: 8.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0, max = 100))]
+    pub decay_percent: Option<i32>,
+
+    /// What a pod without a guard may be able to take beyond its due, at most, for its quota to
+    /// still count as strength `Reservation`: the free bytes of the device that are not owed to it.
+    /// Where there are more, it counts as `Observe`. Absent: 2Gi.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overshoot_limit: Option<ByteSize>,
+
+    /// Let the pool grow and shrink with what is asked of it. Absent: it keeps its size.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adaptive: Option<AdaptivePool>,
+
     /// Memory set aside for the driver itself, never promised to a pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub driver_reserve: Option<DriverReserve>,
+}
+
+impl Pool {
+    /// `maxPercent` where it is absent and `sizePercent` is no more.
+    pub const DEFAULT_MAX_PERCENT: i32 = 75;
+    /// `stepSize` where it is absent.
+    pub const DEFAULT_STEP: ByteSize = ByteSize::gib(1);
+    /// `marginSize` where it is absent.
+    pub const DEFAULT_MARGIN: ByteSize = ByteSize::mib(512);
+    /// `startHoldSeconds` where it is absent.
+    pub const DEFAULT_START_HOLD_SECONDS: i32 = 120;
+    /// `decayPercent` where it is absent.
+    pub const DEFAULT_DECAY_PERCENT: i32 = 8;
+    /// `overshootLimit` where it is absent.
+    pub const DEFAULT_OVERSHOOT_LIMIT: ByteSize = ByteSize::gib(2);
+
+    /// Whether it asks for a pool, and not only for a reserve or a cap.
+    pub const fn is_sized(&self) -> bool {
+        self.size_percent.is_some() || self.min_size.is_some()
+    }
+
+    /// Greatest share of the device in percent.
+    pub fn max_percent(&self) -> i32 {
+        let default = Self::DEFAULT_MAX_PERCENT.max(self.size_percent.unwrap_or(0));
+        self.max_percent.unwrap_or(default)
+    }
+
+    /// How much a grant grows at once.
+    pub fn step(&self) -> ByteSize {
+        self.step_size.unwrap_or(Self::DEFAULT_STEP)
+    }
+
+    /// What is left free on the device.
+    pub fn margin(&self) -> ByteSize {
+        self.margin_size.unwrap_or(Self::DEFAULT_MARGIN)
+    }
+
+    /// The start hold in seconds.
+    pub fn start_hold_seconds(&self) -> i32 {
+        self.start_hold_seconds.unwrap_or(Self::DEFAULT_START_HOLD_SECONDS)
+    }
+
+    /// How long an allocation waits in seconds.
+    pub fn allocation_wait_seconds(&self) -> i32 {
+        self.allocation_wait_seconds.unwrap_or(0)
+    }
+
+    /// The share of an idle grant that goes back each minute, in percent.
+    pub fn decay_percent(&self) -> i32 {
+        self.decay_percent.unwrap_or(Self::DEFAULT_DECAY_PERCENT)
+    }
+
+    /// The overshoot up to which a quota counts as `Reservation`.
+    pub fn overshoot_limit(&self) -> ByteSize {
+        self.overshoot_limit.unwrap_or(Self::DEFAULT_OVERSHOOT_LIMIT)
+    }
+}
+
+/// How a pool follows what is asked of it. Its use is what is granted of what it is.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = Rule::new("self.shrinkBelowPercent < self.growAbovePercent")
+        .message("shrinkBelowPercent must be below growAbovePercent: the pool needs room between them, or it flaps")
+)]
+pub struct AdaptivePool {
+    /// It grows where its use is above this.
+    #[serde(default = "default_grow_above")]
+    #[schemars(range(min = 1, max = 100))]
+    pub grow_above_percent: i32,
+
+    /// It shrinks where its use is below this.
+    #[serde(default = "default_shrink_below")]
+    #[schemars(range(min = 0, max = 99))]
+    pub shrink_below_percent: i32,
+
+    /// By how much it grows or shrinks, of what it is.
+    #[serde(default = "default_change")]
+    #[schemars(range(min = 1, max = 100))]
+    pub change_percent: i32,
+
+    /// It is looked at after so many requests.
+    #[serde(default = "default_every_requests")]
+    #[schemars(range(min = 1, max = 1_000_000))]
+    pub every_requests: i32,
+
+    /// And after so many minutes.
+    #[serde(default = "default_every_minutes")]
+    #[schemars(range(min = 1, max = 1440))]
+    pub every_minutes: i32,
+}
+
+impl Default for AdaptivePool {
+    fn default() -> Self {
+        Self {
+            grow_above_percent: default_grow_above(),
+            shrink_below_percent: default_shrink_below(),
+            change_percent: default_change(),
+            every_requests: default_every_requests(),
+            every_minutes: default_every_minutes(),
+        }
+    }
+}
+
+fn default_grow_above() -> i32 {
+    90
+}
+
+fn default_shrink_below() -> i32 {
+    50
+}
+
+fn default_change() -> i32 {
+    10
+}
+
+fn default_every_requests() -> i32 {
+    100
+}
+
+fn default_every_minutes() -> i32 {
+    10
 }
 
 /// Memory set aside for the driver: the larger of the two, and never less than the driver
@@ -183,6 +360,10 @@ pub struct DriverReserve {
 /// Quotas, for each pod and device: all containers together, CUDA contexts included.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = Rule::new("self.kernelLimits != 'Off' || !has(self.rules) || !self.rules.exists(r, has(r.minimumStrength) && r.minimumStrength == 'Kernel')")
+        .message("a rule asks for minimumStrength Kernel while kernelLimits is Off: set it to IfAvailable, or ask for less")
+)]
 pub struct Quota {
     /// For a pod that matches no rule, so that dropping a label never frees it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -197,6 +378,21 @@ pub struct Quota {
     /// What happens when a pod holds more than its limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub breach: Option<Breach>,
+
+    /// Whether the limit is given to the driver as well, where the driver can hold a pod to one.
+    /// Only mode Enforce does so.
+    #[serde(default)]
+    pub kernel_limits: KernelLimits,
+}
+
+/// Whether limits are given to the driver.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+pub enum KernelLimits {
+    /// Never.
+    Off,
+    /// Where driver, cgroups and device allow it (driver R615 or later, cgroup v2, no MIG).
+    #[default]
+    IfAvailable,
 }
 
 /// The quota of pods that match no rule.
@@ -220,9 +416,7 @@ pub struct DefaultQuota {
 #[serde(rename_all = "camelCase")]
 #[x_kube(
     validation = Rule::new("!has(self.guarantee) || quantity(string(self.guarantee)).compareTo(quantity(string(self.limit))) <= 0")
-        .message("guarantee must not be above limit"),
-    validation = Rule::new("!has(self.minimumStrength) || self.minimumStrength == 'Observe'")
-        .message("of minimumStrength only Observe is served by this version")
+        .message("guarantee must not be above limit")
 )]
 pub struct QuotaRule {
     /// Name of the rule, shown wherever it decided something.
@@ -239,9 +433,31 @@ pub struct QuotaRule {
     /// Memory the pod may have on the device.
     pub limit: ByteSize,
 
-    /// The weakest enforcement with which a new pod may run. Of these, `Observe` is served.
+    /// The weakest enforcement with which a new pod may run. In mode Enforce a new pod is refused
+    /// that could not have it: for `Guard` one without the guard's volume; for `Kernel` and
+    /// `Reservation` one that may land on a node without it. A running pod that loses it is
+    /// reported, never acted on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub minimum_strength: Option<Strength>,
+
+    /// What a guard does about managed memory, which the driver lists for nobody and moves to the
+    /// host when the device is full. Of several policies the strictest holds. Absent: `Charge`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub managed_memory: Option<ManagedMemory>,
+}
+
+/// What a guard does about managed memory, from loosest to strictest.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
+)]
+pub enum ManagedMemory {
+    /// Let it pass uncharged: it may be more than the device has.
+    Ignore,
+    /// Charge it in full, as if all of it were on the device.
+    #[default]
+    Charge,
+    /// Refuse it.
+    Refuse,
 }
 
 /// How firmly a quota is enforced, from weakest to strongest.
@@ -258,6 +474,11 @@ pub enum Strength {
     Guard,
     /// Refused by the driver.
     Kernel,
+}
+
+impl Strength {
+    /// From weakest to strongest.
+    pub const ALL: [Self; 4] = [Self::Observe, Self::Reservation, Self::Guard, Self::Kernel];
 }
 
 /// What happens when a pod holds more than its limit.
@@ -575,7 +796,9 @@ pub enum RateScope {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuMemoryPolicyStatus {
-    /// `Accepted` (the policy makes sense and concerns something) and `Programmed` (it holds).
+    /// `Accepted` (the policy makes sense) and `Programmed` (all of it holds where it selects). In
+    /// mode Enforce also `Enforced` (its quotas hold as firmly as they ask) where it has quotas, and
+    /// `PoolShort` (a pool does not cover what is promised) where it has a pool.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,

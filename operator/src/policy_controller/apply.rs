@@ -6,7 +6,10 @@ use futures::{StreamExt, stream};
 use highwater_crds::{
     GpuMemoryNode, GpuMemoryNodeSpec, GpuMemoryPolicy, GpuMemoryPolicyStatus, names::manager,
 };
-use highwater_policy::{policy_status::status, resolve::Outcome};
+use highwater_policy::{
+    policy_status::{Report, reports, status},
+    resolve::Outcome,
+};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{
@@ -34,7 +37,8 @@ pub(crate) async fn apply(
     plans: &BTreeMap<String, Arc<GpuMemoryNodeSpec>>,
     outcomes: &BTreeMap<String, Outcome>,
 ) -> bool {
-    show(ctx, outcomes);
+    let reports = reports(inputs.reporting(plans));
+    show(ctx, outcomes, &reports);
     if !ctx.leader.holds() {
         return true;
     }
@@ -56,7 +60,7 @@ pub(crate) async fn apply(
         .iter()
         .filter_map(|(name, (guard, _))| {
             let policy = readable(guard)?;
-            let new = status(outcomes.get(name)?, policy.status.as_ref(), now)?;
+            let new = status(outcomes.get(name)?, reports.get(name), policy.status.as_ref(), now)?;
             Some((&policy.metadata, new))
         })
         .collect();
@@ -130,18 +134,18 @@ async fn refuse(
     let stored = call("read a policy", api.get(name)).await?;
     let old: Option<GpuMemoryPolicyStatus> =
         stored.data.get("status").and_then(|s| serde_json::from_value(Value::clone(s)).ok());
-    if let Some(new) = status(outcome, old.as_ref(), now) {
+    if let Some(new) = status(outcome, None, old.as_ref(), now) {
         warn!(policy = name, error = invalid.error, "a stored policy cannot be read and does not hold");
         write_status(ctx, meta, new).await?;
     }
     Ok(())
 }
 
-fn show(ctx: &Context, outcomes: &BTreeMap<String, Outcome>) {
+fn show(ctx: &Context, outcomes: &BTreeMap<String, Outcome>, reports: &BTreeMap<String, Report>) {
     let gauge = &ctx.metrics.policy_conditions;
     gauge.reset();
     for (name, outcome) in outcomes {
-        let status = status(outcome, None, Timestamp::UNIX_EPOCH);
+        let status = status(outcome, reports.get(name), None, Timestamp::UNIX_EPOCH);
         for condition in status.iter().flat_map(|s| &s.conditions) {
             gauge.with_label_values(&[name.as_str(), &condition.type_, &condition.status]).set(1);
         }

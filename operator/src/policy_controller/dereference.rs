@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use highwater_crds::{GpuMemoryNode, GpuMemoryPolicy};
+use highwater_crds::{GpuMemoryNode, GpuMemoryNodeSpec, GpuMemoryNodeStatus, GpuMemoryPolicy};
 use highwater_policy::{
     pod::{Labels, NamespaceFacts},
     resolve::{self, Policy},
@@ -78,6 +78,18 @@ impl Inputs {
                 models: status.map(|s| s.models.as_slice()).unwrap_or_default(),
                 devices: status.map(|s| s.devices.as_slice()).unwrap_or_default(),
             })
+        })
+    }
+
+    /// The nodes with their plans, and with what they say of them.
+    pub(crate) fn reporting<'a>(
+        &'a self,
+        plans: &'a BTreeMap<String, Arc<GpuMemoryNodeSpec>>,
+    ) -> impl Iterator<Item = (&'a str, &'a GpuMemoryNodeSpec, Option<&'a GpuMemoryNodeStatus>)> {
+        self.nodes.iter().filter_map(|(node, _)| {
+            let node = readable(node)?;
+            let name = node.metadata.name.as_deref()?;
+            Some((name, plans.get(name)?.as_ref(), node.status.as_ref()))
         })
     }
 }
