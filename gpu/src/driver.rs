@@ -1,7 +1,7 @@
 //! Opening and closing the driver's library.
 
 use std::{
-    ffi::OsStr,
+    ffi::{OsStr, OsString},
     path::Path,
     sync::atomic::{AtomicU64, Ordering},
 };
@@ -23,6 +23,7 @@ static SESSIONS: AtomicU64 = AtomicU64::new(1);
 #[derive(Debug)]
 pub struct Driver {
     nvml: Nvml,
+    library: OsString,
     version: String,
     session: u64,
 }
@@ -58,7 +59,8 @@ impl Driver {
         if let Some((missing, _)) = needed.into_iter().find(|(_, present)| !present) {
             return Err(OpenError::TooOld { version, missing });
         }
-        Ok(Self { nvml, version, session: SESSIONS.fetch_add(1, Ordering::Relaxed) })
+        let (library, session) = (library.to_owned(), SESSIONS.fetch_add(1, Ordering::Relaxed));
+        Ok(Self { nvml, library, version, session })
     }
 
     /// Version of the driver, for example `580.159.03`.
@@ -76,6 +78,11 @@ impl Driver {
 
     pub(crate) fn nvml(&self) -> &Nvml {
         &self.nvml
+    }
+
+    /// The path or name by which the library was opened.
+    pub(crate) fn library(&self) -> &OsStr {
+        &self.library
     }
 
     /// A number that no other opening of the library has.

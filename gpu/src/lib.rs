@@ -19,15 +19,22 @@
 //! ```
 //!
 //! A number that the driver does not give is `None`, never 0.
+//!
+//! [`Ballast`] makes memory that a descriptor holds, through the CUDA driver, and [`Limits`] are
+//! those that newer drivers keep themselves.
 
+mod ballast;
 mod driver;
 mod error;
 mod inventory;
+mod limits;
 mod processes;
 mod sample;
 
+pub use ballast::{Ballast, BallastError};
 pub use driver::Driver;
 pub use error::{CallError, ErrorClass, OpenError};
 pub use inventory::{DeviceInfo, Inventory, Partition};
+pub use limits::{Limit, LimitError, Limits, Unavailable};
 pub use processes::{Kinds, Process};
 pub use sample::{Device, MAX_RETAKES, Reading};

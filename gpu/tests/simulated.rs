@@ -22,7 +22,8 @@ use gpusim::{
     size::Bytes,
 };
 use highwater_gpu::{
-    Device, DeviceInfo, Driver, ErrorClass, Inventory, Kinds, MAX_RETAKES, Partition, Reading,
+    Device, DeviceInfo, Driver, ErrorClass, Inventory, Kinds, LimitError, MAX_RETAKES, Partition, Reading,
+    Unavailable,
 };
 
 const MIB: u64 = 1 << 20;
@@ -311,4 +312,18 @@ fn a_device_outlives_the_driver_that_was_closed() {
     assert_eq!(driver.sample(&mut device), before);
     let mut unknown = Device::new("GPU-00000000-0000-0000-0000-000000000000");
     assert_eq!(driver.sample(&mut unknown).errors[0].class, ErrorClass::NotFound);
+}
+
+#[test]
+fn a_driver_before_limits_says_that_it_has_none() {
+    let driver = open();
+    let (device, _) = gpu(&driver, 0);
+    // A file that every directory of a cgroup v2 tree has.
+    let cgroup = tempfile::tempdir().unwrap();
+    std::fs::write(cgroup.path().join("cgroup.controllers"), "").unwrap();
+    let error = match driver.limits() {
+        Ok(limits) => limits.set(device.uuid(), cgroup.path(), GIB).unwrap_err(),
+        Err(unavailable) => unavailable.into(),
+    };
+    assert_eq!(error, LimitError::Unavailable(Unavailable::DriverTooOld { version: "580.1".into() }));
 }

@@ -1,5 +1,6 @@
-//! The two gRPC APIs of the kubelet that a GPU tool needs: device plugins, to hand out devices,
-//! and pod resources, to learn which container was given which device.
+//! The gRPC APIs of the kubelet that a GPU tool needs: device plugins, to hand out devices; pod
+//! resources, to learn which container was given which device; and volume drivers, to put files
+//! into pods.
 //!
 //! Messages, clients and servers are generated from `proto/` at build time.
 
@@ -37,6 +38,38 @@ pub mod podresources {
 
     /// The kubelet's socket for this API.
     pub const DEFAULT_SOCKET: &str = "/var/lib/kubelet/pod-resources/kubelet.sock";
+}
+
+/// Container Storage Interface `v1`, as far as a node-only driver of inline volumes goes.
+pub mod csi {
+    mod generated {
+        #![allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
+        tonic::include_proto!("csi.v1");
+    }
+    pub use generated::*;
+
+    /// Attribute by which the kubelet says that a volume is inline: `true`.
+    pub const EPHEMERAL: &str = "csi.storage.k8s.io/ephemeral";
+    /// Attribute with the name of the pod.
+    pub const POD_NAME: &str = "csi.storage.k8s.io/pod.name";
+    /// Attribute with the namespace of the pod.
+    pub const POD_NAMESPACE: &str = "csi.storage.k8s.io/pod.namespace";
+    /// Attribute with the UID of the pod.
+    pub const POD_UID: &str = "csi.storage.k8s.io/pod.uid";
+}
+
+/// How the kubelet learns of volume drivers, `v1`.
+pub mod pluginregistration {
+    mod generated {
+        #![allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
+        tonic::include_proto!("pluginregistration");
+    }
+    pub use generated::*;
+
+    /// Type of a driver that speaks [`crate::csi`].
+    pub const CSI_PLUGIN: &str = "CSIPlugin";
+    /// Version of that protocol, as the kubelet wants it written.
+    pub const CSI_VERSION: &str = "1.0.0";
 }
 
 /// Connects a client channel to the unix socket at `path`.
@@ -110,6 +143,47 @@ mod tests {
     async fn a_missing_socket_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         assert!(connect_unix(dir.path().join("none.sock")).await.is_err());
+    }
+
+    /// Bytes as a kubelet writes them: each field by its number in the public specification.
+    #[test]
+    fn volume_requests_have_the_numbers_of_the_specification() {
+        fn field(number: u8, value: &[u8]) -> Vec<u8> {
+            let length = u8::try_from(value.len()).unwrap();
+            [&[number << 3 | 2, length], value].concat()
+        }
+        let entry = [field(1, b"k"), field(2, b"v")].concat();
+        let mount = [field(2, &field(1, b"ext4")), field(3, &[1 << 3, 1])].concat();
+        let written = [
+            field(1, b"csi-1"),
+            field(3, b"/stage"),
+            field(4, b"/target"),
+            field(5, &mount),
+            vec![6 << 3, 1],
+            field(8, &entry),
+        ];
+        let request = csi::NodePublishVolumeRequest::decode(written.concat().as_slice()).unwrap();
+        assert_eq!((request.volume_id.as_str(), request.target_path.as_str()), ("csi-1", "/target"));
+        assert!(request.readonly);
+        assert_eq!(request.volume_context["k"], "v");
+        let capability = request.volume_capability.unwrap();
+        assert!(matches!(capability.access_type, Some(csi::volume_capability::AccessType::Mount(_))));
+        assert_eq!(
+            capability.access_mode.unwrap().mode(),
+            csi::volume_capability::access_mode::Mode::SingleNodeWriter
+        );
+        let unpublish = csi::NodeUnpublishVolumeRequest { volume_id: "i".into(), target_path: "p".into() };
+        assert_eq!(unpublish.encode_to_vec(), [field(1, b"i"), field(2, b"p")].concat());
+        let info = csi::NodeGetInfoResponse { node_id: "n".into(), ..Default::default() };
+        assert_eq!(info.encode_to_vec(), field(1, b"n"));
+        let plugin = pluginregistration::PluginInfo {
+            r#type: "t".into(),
+            name: "n".into(),
+            endpoint: "e".into(),
+            supported_versions: vec!["v".into()],
+        };
+        let written = [field(1, b"t"), field(2, b"n"), field(3, b"e"), field(4, b"v")];
+        assert_eq!(plugin.encode_to_vec(), written.concat());
     }
 
     #[test]

@@ -39,6 +39,8 @@ pub(crate) struct Device {
     pub(crate) errors: [u64; ErrorClass::ALL.len()],
     /// Samples that stayed torn.
     pub(crate) torn: u64,
+    /// Unexplained bytes beyond what is normal at the last sample and the one before.
+    unusual: [u64; 2],
     account: Account,
 }
 
@@ -55,6 +57,7 @@ impl Device {
             unexplained: Lasting::default(),
             errors: [0; ErrorClass::ALL.len()],
             torn: 0,
+            unusual: [0; 2],
             account: Account::default(),
             info,
         }
@@ -98,16 +101,25 @@ impl Device {
             }
         }
         self.torn += u64::from(reading.torn);
+        let [_, last] = self.unusual;
         self.ledger = self.account.step(sample, reserve, declared, now);
+        self.unusual = [last, if reading.torn { 0 } else { self.ledger.unusual() }];
         self.fault = fault(reading);
         self.headroom = node_status::band(self.headroom, self.ledger.level);
         self.zombie.step(self.ledger.zombie.map(|bytes| bytes > 0), now);
         self.unexplained.step(self.ledger.unexplained.map(|_| self.ledger.unusual() > UNUSUAL), now);
     }
 
+    /// Bytes that no process list shows, beyond what is normal and in two samples on end: one alone may
+    /// fall between two calls of the driver.
+    pub(crate) fn unlisted(&self) -> u64 {
+        self.unusual.into_iter().min().unwrap_or(0)
+    }
+
     /// The driver does not answer about this device: nothing is known of it.
     pub(crate) fn unresponsive(&mut self) {
         self.ledger = Ledger::default();
+        self.unusual = [0; 2];
         self.headroom = HeadroomBand::Unknown;
         self.fault = Some(DeviceFault::Unresponsive);
     }
@@ -142,7 +154,8 @@ pub(crate) struct Lasting {
 }
 
 impl Lasting {
-    fn step(&mut self, now_holds: Option<bool>, now: Millis) {
+    /// Takes in whether it holds now. `None`: not known.
+    pub(crate) fn step(&mut self, now_holds: Option<bool>, now: Millis) {
         match now_holds {
             Some(holds) if holds != self.holds => {
                 let since = *self.otherwise_since.get_or_insert(now);
@@ -185,7 +198,7 @@ mod tests {
     }
 
     fn sample(reading: &Reading) -> Sample<'_> {
-        Sample { memory: memory(reading), charges: None, torn: false, managed: false }
+        Sample { memory: memory(reading), charges: None, torn: false, managed: false, ballast: 0 }
     }
 
     fn fault_of(reading: &Reading) -> Option<DeviceFault> {

@@ -35,7 +35,11 @@ pub(crate) struct Args {
     #[arg(long, env = "HIGHWATER_KUBELET_ROOT", default_value = "/var/lib/kubelet")]
     pub(crate) kubelet_root: PathBuf,
 
-    /// Where the last plan is kept over a restart; a tmpfs will do.
+    /// The keeper's socket. Absent: there is no keeper, and so no reservation pool.
+    #[arg(long, env = "HIGHWATER_KEEPER_SOCKET")]
+    pub(crate) keeper_socket: Option<PathBuf>,
+
+    /// Where the last plan and the grants are kept over a restart; a tmpfs will do.
     #[arg(long, env = "HIGHWATER_STATE_DIR", default_value = "/run/highwater")]
     pub(crate) state_dir: PathBuf,
 
@@ -46,6 +50,10 @@ pub(crate) struct Args {
     /// `/proc` of the host's PID namespace.
     #[arg(long, env = "HIGHWATER_PROC_ROOT", default_value = "/proc")]
     pub(crate) proc_root: PathBuf,
+
+    /// Root of the host's cgroup tree.
+    #[arg(long, env = "HIGHWATER_CGROUP_ROOT", default_value = "/sys/fs/cgroup")]
+    pub(crate) cgroup_root: PathBuf,
 }
 
 #[cfg(test)]

@@ -106,6 +106,11 @@ impl Attributor {
         Self { proc_root: proc_root.into(), known: HashMap::new(), exits, sample: 0, now: Instant::now() }
     }
 
+    /// Readable while there are processes that have ended and were not noted.
+    pub(crate) fn exits(&self) -> Option<&OwnedFd> {
+        self.exits.as_ref()
+    }
+
     /// Begins a sample: notes the processes that have ended. To be called after the driver gave
     /// its lists and before their PIDs are looked up.
     pub(crate) fn begin_sample(&mut self) {

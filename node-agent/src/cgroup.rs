@@ -25,6 +25,25 @@ pub(crate) fn owner(text: &str) -> Option<CgroupOwner> {
     text.lines().filter_map(|line| line.splitn(3, ':').nth(2)).find_map(owner_of_path)
 }
 
+/// Whether the process is in a container that a container of its pod made.
+pub(crate) fn is_nested(text: &str) -> bool {
+    text.lines().filter_map(|line| line.splitn(3, ':').nth(2)).any(|path| {
+        let mut below = path.split('/').skip_while(|element| split_pod(element).is_none()).skip(1);
+        below.by_ref().find(|element| container_id(element).is_some()).is_some()
+            && below.any(|element| container_id(element).is_some())
+    })
+}
+
+/// The UID of the pod whose cgroup has this name.
+pub(crate) fn pod_of(name: &str) -> Option<String> {
+    split_pod(name).map(|(uid, _)| uid)
+}
+
+/// Whether a cgroup below a pod's with this name is a container's.
+pub(crate) fn is_container(name: &str) -> bool {
+    container_id(name).is_some()
+}
+
 fn owner_of_path(path: &str) -> Option<CgroupOwner> {
     let mut elements = path.split('/');
     let (pod_uid, rest) = elements.by_ref().find_map(split_pod)?;
@@ -134,6 +153,15 @@ mod tests {
             let expected = CgroupOwner { pod_uid: uid.into(), container_id: id.map(Arc::from) };
             assert_eq!(owner(&text(pattern)), Some(expected), "{what}");
         }
+    }
+
+    #[test]
+    fn a_container_in_a_container_is_nested() {
+        for &(what, pattern, ..) in SHAPES {
+            let nested = what.starts_with("docker in docker") || what == "a kubelet in a pod";
+            assert_eq!(is_nested(&text(pattern)), nested, "{what}");
+        }
+        assert!(!is_nested("0::/docker/x\n"));
     }
 
     #[test]

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use highwater_crds::{
-    Action, ActionType, Breaker, DriverReserve, Freeze, GpuMemoryNodeSpec, Level, Mode, PlanBreaker,
-    PlanLayer, PlanQuota,
+    Action, ActionType, Breaker, DeviceRule, DriverReserve, Freeze, GpuMemoryNodeSpec, Level, Mode,
+    PlanBreaker, PlanLayer, PlanPool, PlanQuota,
 };
 use highwater_policy::{
     breaker::{self, Transition},
@@ -18,6 +18,8 @@ use highwater_policy::{
 use crate::{
     account::Device,
     pod_resources::Assignments,
+    strength::{Steady, Verdict},
+    wards::Wards,
     world::{Pod, World},
 };
 
@@ -30,6 +32,8 @@ pub(crate) struct Rules {
     pub(crate) tenants: Vec<Tenant>,
     /// What policy sets aside for the driver.
     pub(crate) reserve: Option<DriverReserve>,
+    /// The reservation pool of the layer that binds.
+    pub(crate) pool: Option<PlanPool>,
 }
 
 /// One layer on one device.
@@ -52,6 +56,20 @@ pub(crate) struct Tenant {
     pub(crate) used: Option<u64>,
     /// It counts as over its due.
     pub(crate) over: bool,
+    /// Since when it has been on the device.
+    pub(crate) bound: Millis,
+    /// How firmly its quota holds.
+    pub(crate) strength: Verdict,
+    /// The same, for what is stored.
+    pub(crate) steady: Steady,
+    /// Without a guard, it took more than its limit while it started.
+    pub(crate) oversized: bool,
+    /// It holds much that was granted to nobody.
+    pub(crate) took: bool,
+    /// What it could take beyond its due, where there is a pool.
+    pub(crate) overshoot: Option<u64>,
+    /// What its guards have charged, where it has some.
+    pub(crate) charged: Option<u64>,
     /// What each layer says of it, in the order of the layers.
     pub(crate) terms: Vec<Terms>,
 }
@@ -113,17 +131,19 @@ pub(crate) struct Place<'a> {
     pub(crate) world: &'a World,
     /// What the kubelet says.
     pub(crate) assignments: &'a Assignments,
+    /// What is known of guarded pods.
+    pub(crate) wards: &'a Wards,
     /// The release namespace.
     pub(crate) release_namespace: &'a str,
+    /// The time.
+    pub(crate) now: Millis,
 }
 
-impl Rules {
-    /// What holds on a device now. States that stand for the same thing as before are taken over.
-    pub(crate) fn of(device: &Device, place: Place<'_>, before: &Self) -> Self {
-        let mut found: Vec<(&PlanLayer, &highwater_crds::DeviceRule)> = place
-            .plan
-            .map_or(&[][..], |plan| plan.layers.as_slice())
-            .iter()
+impl<'a> Place<'a> {
+    /// The layers of the plan that concern a device, `Enforce` first.
+    fn layers(&self, device: &Device) -> Vec<(&'a PlanLayer, &'a DeviceRule)> {
+        let layers = self.plan.map_or(&[][..], |plan| plan.layers.as_slice()).iter();
+        let mut found: Vec<_> = layers
             .filter_map(|layer| {
                 let rule = layer.rules.iter().find(|rule| {
                     rule.product == device.info.product && rule.partition == device.partition()
@@ -132,8 +152,39 @@ impl Rules {
             })
             .collect();
         found.sort_by_key(|(layer, _)| std::cmp::Reverse(layer.mode));
+        found
+    }
+
+    /// The quota of a pod on a device by one layer.
+    fn quota(
+        &self,
+        pod: &Pod,
+        device: &Device,
+        layer: &PlanLayer,
+        rule: &DeviceRule,
+    ) -> Option<EffectiveQuota> {
+        let quotas =
+            layer.quotas.iter().filter(|quota: &&PlanQuota| rule.quota_policies.contains(&quota.policy));
+        let namespace = self.world.namespaces.get(&pod.facts.namespace);
+        let capacity = device.ledger.total.or(device.info.total);
+        quota::effective(quotas, &pod.facts, namespace, self.release_namespace, capacity)
+    }
+
+    /// The quota of a pod on a device by the layer that binds, whether it uses the device or not.
+    pub(crate) fn enforced_quota(&self, pod: &Pod, device: &Device) -> Option<EffectiveQuota> {
+        let (layer, rule) = self.layers(device).into_iter().find(|(layer, _)| layer.mode == Mode::Enforce)?;
+        self.quota(pod, device, layer, rule)
+    }
+}
+
+impl Rules {
+    /// What holds on a device now. States that stand for the same thing as before are taken over.
+    pub(crate) fn of(device: &Device, place: Place<'_>, before: &Self) -> Self {
+        let found = place.layers(device);
         let reserve =
             found.first().and_then(|(_, rule)| rule.driver_reserve.as_ref()).map(|r| r.value.clone());
+        let enforced = found.iter().find(|(layer, _)| layer.mode == Mode::Enforce);
+        let pool = enforced.and_then(|(_, rule)| rule.pool.clone());
         let tenants = tenants(device, place)
             .into_iter()
             .map(|pod| tenant(pod, &found, device, place, before))
@@ -149,7 +200,7 @@ impl Rules {
                 }
             })
             .collect();
-        Self { layers, tenants, reserve }
+        Self { layers, tenants, reserve, pool }
     }
 
     /// Goes on from the level that was shown last, by an earlier agent.
@@ -163,6 +214,11 @@ impl Rules {
     /// The place of the layer that binds.
     pub(crate) fn enforced(&self) -> Option<usize> {
         self.layers.iter().position(|layer| layer.mode == Mode::Enforce)
+    }
+
+    /// The quota of a tenant by the layer that binds.
+    pub(crate) fn enforced_quota<'a>(&self, tenant: &'a Tenant) -> Option<&'a EffectiveQuota> {
+        tenant.terms.get(self.enforced()?)?.quota.as_ref()
     }
 
     /// The longest that anything the plan asks for must last before it is acted on, in
@@ -268,21 +324,23 @@ impl Terms {
     }
 }
 
-/// The pods on a device: those that the kubelet gave it, and those that hold memory there.
+/// The pods on a device: those that the kubelet gave it, and those that hold memory there, or ask for it.
 fn tenants<'a>(device: &Device, place: Place<'a>) -> Vec<&'a Arc<Pod>> {
     let holds = |pod: &Pod| device.ledger.by_pod.iter().any(|held| held.pod == pod.kubelet_uid);
     let given = |pod: &Pod| {
         let devices = place.assignments.devices(&pod.facts.namespace, &pod.facts.name);
         !pod.facts.finished && devices.contains(device.info.uuid.as_str())
     };
-    let mut pods: Vec<_> = place.world.pods.values().filter(|pod| holds(pod) || given(pod)).collect();
+    let asks = |pod: &Pod| place.wards.wants(&pod.kubelet_uid, &device.uuid);
+    let mut pods: Vec<_> =
+        place.world.pods.values().filter(|pod| holds(pod) || given(pod) || asks(pod)).collect();
     pods.sort_by(|a, b| a.kubelet_uid.cmp(&b.kubelet_uid));
     pods
 }
 
 fn tenant(
     pod: &Arc<Pod>,
-    layers: &[(&PlanLayer, &highwater_crds::DeviceRule)],
+    layers: &[(&PlanLayer, &DeviceRule)],
     device: &Device,
     place: Place<'_>,
     before: &Rules,
@@ -292,10 +350,7 @@ fn tenant(
     let terms = layers
         .iter()
         .map(|(layer, rule)| {
-            let quotas =
-                layer.quotas.iter().filter(|quota: &&PlanQuota| rule.quota_policies.contains(&quota.policy));
-            let capacity = device.ledger.total.or(device.info.total);
-            let quota = quota::effective(quotas, &pod.facts, namespace, place.release_namespace, capacity);
+            let quota = place.quota(pod, device, layer, rule);
             let breaker = rule.breakers.first();
             let selected = breaker.is_some_and(|breaker| {
                 let namespaces = breaker.namespaces.as_ref();
@@ -313,6 +368,13 @@ fn tenant(
         pod: Arc::clone(pod),
         used: device.ledger.used_by(&pod.kubelet_uid),
         over: old.is_some_and(|old| old.over),
+        bound: old.map_or(place.now, |old| old.bound),
+        strength: old.map(|old| old.strength).unwrap_or_default(),
+        steady: old.map(|old| old.steady).unwrap_or_default(),
+        oversized: old.is_some_and(|old| old.oversized),
+        took: old.is_some_and(|old| old.took),
+        overshoot: old.and_then(|old| old.overshoot),
+        charged: old.and_then(|old| old.charged),
         terms,
     }
 }

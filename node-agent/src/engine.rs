@@ -7,17 +7,25 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    path::Path,
+    path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use highwater_crds::{ByteSize, DeviceFault, GpuMemoryNode, Level, Mode, Strength, TopPod};
+use highwater_crds::{
+    ByteSize, DeviceFault, GpuMemoryNode, Level, Mode, Strength, StrengthCounts, StrengthReason, TopPod,
+};
+use highwater_guard_abi::{
+    page::DeviceQuota,
+    wire::{NotGrantedReason, STRENGTH_PRELOAD_HIDDEN, ToGuard},
+};
 use highwater_policy::{
     episode,
     ledger::Sample,
     node_status::{self, DeviceFacts, Facts, Watch},
-    quota::BreachChange,
+    pod::GuardOptIn,
+    pool::{DeviceBytes, Kind, PodDemand, Pressure, page},
+    quota::{self, BreachChange},
     time::Millis,
 };
 use jiff::Timestamp;
@@ -28,13 +36,19 @@ use crate::{
     act::{Acts, At},
     decide::{Change, Place, Rules, Tenant, Wanted},
     episodes::{Episodes, Moment, name_of},
-    evidence::{Evidence, Found},
-    metrics::{Gauges, Metrics},
+    evidence::{self, Evidence, Found},
+    guard::{self, News, Want},
+    limits::{Ability, Limits, Task},
+    link::{self, Heard},
+    metrics::{Gauges, Metrics, Shown},
     plan::{Cache, Plan},
     pod_resources::Snapshot,
+    pools::{self, Pools},
     publish::{Attempt, Done, Job, NodeWriter, Notice, What},
     sampler::{Pass, Report, Sampled},
     signal::Signals,
+    strength::{self, Grounds, Guarded, Steady},
+    wards::{self, Keeper, Wards},
     world::{self, Pod, World, WorldChange},
 };
 
@@ -47,10 +61,71 @@ const IDLE_AFTER: u64 = 1_000;
 /// Without a sample for so long, the agent calls itself ill.
 const ILL_AFTER: Duration = Duration::from_mins(1);
 
+/// A plan that does not bind is taken to be gone only after this, in milliseconds, unless the API server
+/// said so: an agent that has just started knows an old one.
+const SETTLED: u64 = 60_000;
+/// Bytes that a pod holds and that were granted to nobody, from which on that is told.
+const TOOK: u64 = 64 * ByteSize::MI;
+/// How long after it came to a device a pod is taken to be starting, in milliseconds.
+const STARTING: u64 = 300_000;
+/// Pods that are told that they may have memory which no list shows.
+const SUSPECTS_TOLD: usize = 8;
+/// How long it may take to find out what kind of process avoids the guard before it is told without, in
+/// milliseconds.
+const INSPECT_WITHIN: u64 = 500;
+
+/// Something to be done by others than the API server.
+#[derive(Debug)]
+pub(crate) enum Order {
+    /// By the thread that serves guards.
+    Guard(guard::Order),
+    /// By the keeper.
+    Keeper(link::Order),
+    /// By the driver.
+    Limit(Task),
+}
+
+/// What people were told of a pod on a device, so that they are told once, and again after a while.
+#[derive(Debug, Default)]
+struct Told(HashMap<(Arc<str>, Arc<str>, &'static str), Millis>);
+
+impl Told {
+    /// How long until the same is told again, in milliseconds.
+    const AGAIN: u64 = 600_000;
+
+    /// Whether this is to be told now.
+    fn is_news(&mut self, pod: &Arc<str>, device: &Arc<str>, what: &'static str, now: Millis) -> bool {
+        let key = (Arc::clone(pod), Arc::clone(device), what);
+        let news = self.0.get(&key).is_none_or(|told| now.since(*told) >= Self::AGAIN);
+        if news {
+            self.0.insert(key, now);
+        }
+        news
+    }
+}
+
+/// What the agent is made with.
+#[derive(Clone, Debug)]
+pub(crate) struct Setup {
+    /// Name of the node.
+    pub(crate) node: String,
+    /// The release namespace.
+    pub(crate) release_namespace: String,
+    /// Where plan and grants are kept.
+    pub(crate) state_dir: PathBuf,
+    /// `/proc` of the host.
+    pub(crate) proc_root: PathBuf,
+    /// There is to be a keeper.
+    pub(crate) keeper: bool,
+    /// The node has cgroup v2.
+    pub(crate) cgroup2: bool,
+}
+
 /// Tells the time: on the monotonic clock, and for people.
 pub(crate) type Clock = fn() -> (Instant, Timestamp);
 
 /// The agent.
+#[allow(clippy::struct_excessive_bools, reason = "independent facts")]
 pub(crate) struct Engine {
     clock: Clock,
     node: String,
@@ -82,32 +157,45 @@ pub(crate) struct Engine {
     contact: Option<Instant>,
     probe: Attempt,
     metrics: Metrics,
+    wards: Wards,
+    pools: Pools,
+    limits: Limits,
+    ability: Ability,
+    /// The strength that a pod without a guard has here.
+    base: Steady,
+    /// The keeper was told to stand down.
+    stood_down: bool,
+    swept: bool,
+    told: Told,
     submit: Box<dyn FnMut(Job)>,
+    order: Box<dyn FnMut(Order)>,
 }
 
 impl Engine {
-    /// An agent that knows nothing yet but the last plan. `submit` takes what is to be written.
+    /// An agent that knows nothing yet but the last plan and the last grants. `submit` takes what is to
+    /// be written, `order` what others are to do.
     ///
     /// # Errors
     /// Fails when metrics cannot be registered.
     pub(crate) fn new(
         clock: Clock,
-        node: &str,
-        release_namespace: &str,
-        state_dir: &Path,
+        setup: Setup,
         signals: Signals,
         submit: impl FnMut(Job) + 'static,
+        order: impl FnMut(Order) + 'static,
     ) -> prometheus::Result<Self> {
-        let mut cache = Cache::new(state_dir);
+        let Setup { node, release_namespace, state_dir, proc_root, keeper, cgroup2 } = setup;
+        let mut cache = Cache::new(&state_dir);
         let (started, wall) = clock();
+        let metrics = Metrics::new(&node)?;
         Ok(Self {
             clock,
-            node: node.to_owned(),
-            release_namespace: release_namespace.to_owned(),
+            plan: cache.load(&node, Millis::default(), wall),
+            node,
+            release_namespace,
             started,
             world: World::default(),
             resources: Snapshot::default(),
-            plan: cache.load(node, Millis::default(), wall),
             cache,
             binds: false,
             stale: true,
@@ -126,8 +214,17 @@ impl Engine {
             writer: NodeWriter::default(),
             contact: None,
             probe: Attempt::default(),
-            metrics: Metrics::new(node)?,
+            metrics,
+            wards: Wards::default(),
+            pools: Pools::new(&state_dir, &proc_root, keeper),
+            limits: Limits::default(),
+            ability: Ability { driver: false, cgroup2 },
+            base: Steady::default(),
+            stood_down: false,
+            swept: false,
+            told: Told::default(),
             submit: Box::new(submit),
+            order: Box::new(order),
         })
     }
 
@@ -140,9 +237,10 @@ impl Engine {
     /// The sampler reports.
     pub(crate) fn report(&mut self, report: Report) {
         match report {
-            Report::Opened { version, devices } => {
-                info!(driver = version, devices = devices.len(), "measuring");
+            Report::Opened { version, devices, limits } => {
+                info!(driver = version, devices = devices.len(), limits, "measuring");
                 self.driver = Some(version);
+                self.ability.driver = limits;
                 self.watch = Some(Watch::On);
                 let mut before = std::mem::take(&mut self.devices);
                 self.devices = devices
@@ -165,11 +263,23 @@ impl Engine {
                 self.let_go(Watch::StandDown);
             }
             Report::Pass(pass) => self.pass(&pass),
+            Report::Limited(outcome) => {
+                let (now, wall) = self.now();
+                let Some(since) = self.limits.done(&outcome, now, wall) else { return };
+                let Task { pod, device, bytes } = &outcome.task;
+                if let Some(pod) = self.world.pods.get(pod) {
+                    let limit = ByteSize(bytes.unwrap_or(0)).rounded();
+                    info!(pod = pod.facts.name, namespace = pod.facts.namespace, %device, limit, "the driver holds the pod to its limit");
+                    let note = format!("since {since} the driver holds the pod to {limit} on {device}");
+                    (self.submit)(Job::Tell(Notice::normal(pod, "KernelLimit", "Limit", note)));
+                }
+            }
         }
     }
 
     fn let_go(&mut self, watch: Watch) {
         self.devices.clear();
+        self.open_pages();
         self.restless = true;
         self.watch = Some(watch);
         self.last_pass = None;
@@ -224,9 +334,37 @@ impl Engine {
         self.evidence.is_due(sought, now)
     }
 
+    /// Whether that is to be looked for at once: where memory is held back or guarded, somebody takes much
+    /// past all that.
+    pub(crate) fn is_alarmed(&mut self) -> bool {
+        let (now, _) = self.now();
+        let kept = |device: &Device| self.pools.has(&device.uuid) || self.wards.iter().next().is_some();
+        let alarming =
+            self.devices.iter().filter(|(device, _)| kept(device)).map(|(device, _)| device.unlisted());
+        let alarming = alarming.max().unwrap_or(0);
+        self.evidence.is_alarmed(alarming, now)
+    }
+
     /// These processes have devices open.
     pub(crate) fn found(&mut self, found: Found) {
+        let (now, _) = self.now();
         self.evidence.set(found);
+        for (device, _) in self.devices.iter().filter(|(device, _)| evidence::is_alarming(device.unlisted()))
+        {
+            let suspects = self.evidence.suspects(device, &self.world);
+            for (pod, _) in suspects.iter().zip(0..SUSPECTS_TOLD) {
+                if !self.told.is_news(&pod.kubelet_uid, &device.uuid, "unlisted", now) {
+                    continue;
+                }
+                let note = format!(
+                    "{} are in use on {} that no process list shows: this pod is one of {} that may have them, and nobody is acted on for it",
+                    ByteSize(device.unlisted()).rounded(),
+                    device.uuid,
+                    suspects.len(),
+                );
+                (self.submit)(Job::Tell(Notice::warning(pod, "UnlistedMemory", "Measure", note)));
+            }
+        }
     }
 
     /// A job ended.
@@ -297,6 +435,7 @@ impl Engine {
             }
         }
         self.check_plan(now);
+        self.tend(now);
         let silent = self.since_contact().is_none_or(|silent| silent >= PROBE_AFTER);
         if silent && self.probe.ready(now) {
             self.probe.start();
@@ -319,6 +458,258 @@ impl Engine {
         }
     }
 
+    /// Whether the next sample is worth taking at once.
+    pub(crate) fn hurries(&mut self) -> bool {
+        self.pools.hurries()
+    }
+
+    /// Whether the end of a process is worth a sample: its memory is to be held back.
+    pub(crate) fn is_eager(&self) -> bool {
+        self.devices.iter().any(|(device, _)| self.pools.has(&device.uuid))
+    }
+
+    /// How long until [`due`](Self::due) is to be called.
+    pub(crate) fn deadline(&self) -> Option<Duration> {
+        let (now, _) = self.now();
+        self.pools.deadline().map(|at| Duration::from_millis(at.since(now)))
+    }
+
+    /// What is due at a time that no event tells.
+    pub(crate) fn due(&mut self) {
+        let (now, _) = self.now();
+        self.pools.tick(now, &mut self.wards, &mut self.order);
+    }
+
+    /// The thread that serves guards has something to say.
+    pub(crate) fn guards(&mut self, news: News) {
+        let (now, _) = self.now();
+        self.wards.hear(&news, now);
+        match news {
+            News::Wants(want) => self.want(want, now),
+            News::Gone { connection } => {
+                self.pools.gone(connection, now, &mut self.wards, &mut self.order);
+            }
+            News::Stranger { pod, pid, comm } => {
+                let anywhere: Arc<str> = "".into();
+                if let Some(pod) = self.world.pods.get(&pod)
+                    && self.told.is_news(&pod.kubelet_uid, &anywhere, "stranger", now)
+                {
+                    let note = format!(
+                        "process {comm} ({pid}), which is not of this pod, came to the socket of its guard and was turned away"
+                    );
+                    (self.submit)(Job::Tell(Notice::warning(pod, "ForeignGuardClient", "Guard", note)));
+                }
+            }
+            News::Garbage { pod } => {
+                let anywhere: Arc<str> = "".into();
+                if let Some(pod) = self.world.pods.get(&pod)
+                    && self.told.is_news(&pod.kubelet_uid, &anywhere, "garbage", now)
+                {
+                    let count = self.wards.get(&pod.kubelet_uid).map_or(1, wards::Ward::garbage);
+                    let note = format!(
+                        "a process of the pod sent what no guard sends to the socket of its guard and was cut off, {count} times so far"
+                    );
+                    (self.submit)(Job::Tell(Notice::warning(pod, "GuardGarbage", "Guard", note)));
+                }
+            }
+            News::Weakness { pod, flags, .. } => {
+                let anywhere: Arc<str> = "".into();
+                if flags & STRENGTH_PRELOAD_HIDDEN != 0
+                    && let Some(pod) = self.world.pods.get(&pod)
+                    && self.told.is_news(&pod.kubelet_uid, &anywhere, "preload", now)
+                {
+                    let note = "the image has an /etc/ld.so.preload of its own, which the guard's hides: give its lines in the annotation guard.highwater.dev/preload".to_owned();
+                    (self.submit)(Job::Tell(Notice::warning(pod, "PreloadHidden", "Guard", note)));
+                }
+            }
+            News::Joined { .. } | News::Left { .. } | News::Incompatible { .. } | News::Inspected { .. } => {}
+        }
+    }
+
+    /// A guard asks that its pod may have more.
+    fn want(&mut self, want: Want, now: Millis) {
+        let ordinal = usize::try_from(want.device).unwrap_or(usize::MAX);
+        let ward = self.wards.get(&want.pod);
+        let written = ward.and_then(|ward| ward.written(ordinal)).copied();
+        let device = ward.and_then(|ward| ward.devices().get(ordinal)).cloned();
+        let (Some(device), Some(written)) = (device, written) else {
+            let (device, ticket) = (want.device, want.ticket);
+            let what = ToGuard::NotGranted { device, ticket, reason: NotGrantedReason::UnknownDevice };
+            (self.order)(Order::Guard(guard::Order::Tell { connection: want.connection, what }));
+            return;
+        };
+        // It may ask before the kubelet said that it has the device.
+        let place = place(
+            self.plan.as_ref(),
+            &self.world,
+            &self.resources,
+            &self.wards,
+            &self.release_namespace,
+            now,
+        );
+        let mut met = None;
+        if let Some((known, rules)) = self.devices.iter_mut().find(|(known, _)| known.uuid == device)
+            && self.pools.has(&device)
+            && rules.tenants.iter().all(|tenant| tenant.pod.kubelet_uid != want.pod)
+        {
+            *rules = Rules::of(known, place, rules);
+            self.restless = true;
+            met = demands(rules, known, &self.wards, self.binds);
+        }
+        if let Some(demands) = met {
+            self.pools.met(&device, demands, now, &mut self.wards, &mut self.order);
+        }
+        self.pools.want(&device, want, written.limit, now, &mut self.wards, &mut self.order);
+    }
+
+    /// The line to the keeper has something to say.
+    pub(crate) fn keeper(&mut self, heard: Heard) {
+        let (now, _) = self.now();
+        match heard {
+            Heard::Up(status) => {
+                let before = self.pools.keeper();
+                self.pools.up(&status, now);
+                self.stood_down = status.stand_down;
+                if before != Keeper::Up {
+                    self.swept = false;
+                    self.wards.store(&mut self.order);
+                    self.stale = true;
+                }
+                self.tend(now);
+            }
+            Heard::Away(why) => {
+                warn!(why, "no pool is held while the keeper is away");
+                self.pools.away();
+            }
+            Heard::Reserved { device, result } => {
+                self.pools.reserved(&device, result, now, &mut self.wards, &mut self.order);
+            }
+            Heard::Released { device, result } => {
+                self.pools.released(&device, result, now, &mut self.wards, &mut self.order);
+            }
+            Heard::Fetched { pod, usage } => {
+                self.wards.fetched(&pod, usage, self.pools.keeper(), now);
+                self.tend(now);
+            }
+        }
+    }
+
+    /// Sees to what follows from the state and not from a sample: which pods are guarded, and whether
+    /// the keeper stands down.
+    fn tend(&mut self, now: Millis) {
+        let stand_down = self.stands_down();
+        // What is not known yet brings nobody back to the devices.
+        let known = self.world.synced.node && (self.plan.is_some() || self.world.synced.plan);
+        if self.pools.keeper() == Keeper::Up && stand_down != self.stood_down && (stand_down || known) {
+            self.stood_down = stand_down;
+            (self.order)(Order::Keeper(link::Order::StandDown(stand_down)));
+        }
+        let node: Vec<Arc<str>> = self.devices.iter().map(|(device, _)| Arc::clone(&device.uuid)).collect();
+        let assignments = &self.resources.assignments;
+        let given = |pod: &Pod| {
+            let given = assignments.devices(&pod.facts.namespace, &pod.facts.name);
+            node.iter().filter(|device| given.contains(&***device)).map(Arc::clone).collect()
+        };
+        self.wards.follow(&self.world, &node, self.pools.keeper(), given, now, &mut self.order);
+        if self.wards.incomplete() {
+            self.set_terms(now);
+            self.write_pages();
+        }
+        if self.is_settled(now) {
+            for pod in self.wards.unserved() {
+                self.wards.serve(&pod, now, &mut self.order);
+            }
+        }
+        if !self.swept && self.pools.keeper() == Keeper::Up && self.world.synced.pods {
+            self.swept = true;
+            let pods = self.world.pods.keys().cloned().collect();
+            (self.order)(Order::Keeper(link::Order::Sweep { pods }));
+        }
+    }
+
+    /// Looks up anew which quota holds for each guarded pod on each device of its page.
+    fn set_terms(&mut self, now: Millis) {
+        let place = place(
+            self.plan.as_ref(),
+            &self.world,
+            &self.resources,
+            &self.wards,
+            &self.release_namespace,
+            now,
+        );
+        let quota = |pod: &Pod, uuid: &Arc<str>| {
+            let (device, _) = self.devices.iter().find(|(device, _)| device.uuid == *uuid)?;
+            place.enforced_quota(pod, device)
+        };
+        let terms: Vec<_> = self
+            .wards
+            .iter()
+            .map(|ward| {
+                let quotas = ward.devices().iter().map(|uuid| quota(&ward.pod, uuid)).collect();
+                (Arc::clone(&ward.pod.kubelet_uid), quotas)
+            })
+            .collect();
+        for (pod, quotas) in terms {
+            self.wards.set_terms(&pod, quotas);
+        }
+    }
+
+    /// Writes what each guarded pod may have into its page.
+    fn write_pages(&mut self) {
+        let mut pages = Vec::new();
+        for ward in self.wards.iter().filter(|ward| ward.pages().is_some() && ward.has_terms()) {
+            let pod = &ward.pod;
+            for (ordinal, uuid) in ward.devices().iter().enumerate() {
+                let Some((device, _)) = self.devices.iter().find(|(device, _)| device.uuid == *uuid) else {
+                    continue;
+                };
+                let quota = ward.quota(ordinal).filter(|_| self.binds);
+                let total = device.ledger.total.or(device.info.total).unwrap_or(u64::MAX);
+                let limit = quota.map_or(total, |quota| quota.limit);
+                let charged = ward.charged(ordinal);
+                let numbers = match self.pools.numbers(uuid, &pod.kubelet_uid, charged) {
+                    Some(numbers) if quota.is_some() => numbers,
+                    // It is given nothing there, unless it asks.
+                    None if quota.is_some() && self.pools.has(uuid) => {
+                        page::Numbers { granted: 0, ..page::without_pool(limit, charged, device.ledger.free) }
+                    }
+                    _ => page::without_pool(limit, charged, device.ledger.free),
+                };
+                let context = wards::context_or_default(self.wards.context(uuid));
+                let written = DeviceQuota {
+                    uuid: wards::uuid_bytes(uuid).unwrap_or_default(),
+                    limit: numbers.limit,
+                    granted: numbers.granted,
+                    context,
+                    free: numbers.free,
+                    total,
+                    managed: wards::managed(quota.map(|quota| quota.managed).unwrap_or_default()),
+                    wait_milliseconds: u32::try_from(self.pools.wait(uuid)).unwrap_or(u32::MAX),
+                };
+                pages.push((Arc::clone(&pod.kubelet_uid), ordinal, written));
+            }
+        }
+        for (pod, ordinal, written) in pages {
+            self.wards.write(&pod, ordinal, written);
+        }
+    }
+
+    /// The devices are let go of: no memory is held back any more, so nothing needs to be granted.
+    fn open_pages(&mut self) {
+        let mut pages = Vec::new();
+        for ward in self.wards.iter() {
+            for (ordinal, device) in ward.devices().iter().enumerate() {
+                if let Some(written) = ward.written(ordinal) {
+                    pages.push((Arc::clone(&ward.pod.kubelet_uid), Arc::clone(device), written.limit));
+                }
+            }
+        }
+        for (pod, device, limit) in pages {
+            self.wards.grant(&pod, &device, limit);
+        }
+        self.pools.let_go(&mut self.order);
+    }
+
     /// One round.
     fn pass(&mut self, pass: &Pass) {
         let now = self.millis(pass.at);
@@ -330,6 +721,8 @@ impl Engine {
         for sampled in &pass.devices {
             urgent |= self.account_and_decide(sampled, now);
         }
+        self.write_pages();
+        self.base.step((self.base_strength(now), None), now);
         self.measured = self.measured.or(Some(now));
         self.last_pass = Some((now, pass.wall));
         self.conclude(now, pass.wall);
@@ -338,35 +731,55 @@ impl Engine {
         }
     }
 
+    /// Whether it is known what binds: an old plan that an agent finds when it starts may bind again as
+    /// soon as the API server is heard.
+    fn is_settled(&self, now: Millis) -> bool {
+        self.binds || self.world.synced.plan || now.0 >= SETTLED
+    }
+
     /// Looks up anew what holds for whom.
     fn rule(&mut self, now: Millis) {
         self.stale = false;
         self.restless = true;
         self.ruled = now;
-        let place = Place {
-            plan: self.plan.as_ref().map(|plan| &plan.spec),
-            world: &self.world,
-            assignments: &self.resources.assignments,
-            release_namespace: &self.release_namespace,
-        };
+        let place = place(
+            self.plan.as_ref(),
+            &self.world,
+            &self.resources,
+            &self.wards,
+            &self.release_namespace,
+            now,
+        );
+        let settled = self.is_settled(now);
         for (device, rules) in &mut self.devices {
             *rules = Rules::of(device, place, rules);
             // An older level than that of the present plan's first look says nothing.
             if let Some(level) = self.levels.as_mut().and_then(|levels| levels.remove(&*device.uuid)) {
                 rules.resume(level, now);
             }
+            if settled {
+                let pool = rules.pool.as_ref().filter(|_| self.binds);
+                self.pools.set(&device.uuid, pool, now, &mut self.order);
+            }
         }
+        let pods = &self.world.pods;
+        self.limits.retain(|uid| pods.contains_key(uid));
+        self.told.0.retain(|(uid, ..), _| pods.contains_key(uid));
+        self.set_terms(now);
+        self.tend(now);
     }
 
     /// The account and decide steps for one device. Returns whether something changed that the
     /// operator waits for.
     fn account_and_decide(&mut self, sampled: &Sampled, now: Millis) -> bool {
-        let place = Place {
-            plan: self.plan.as_ref().map(|plan| &plan.spec),
-            world: &self.world,
-            assignments: &self.resources.assignments,
-            release_namespace: &self.release_namespace,
-        };
+        let place = place(
+            self.plan.as_ref(),
+            &self.world,
+            &self.resources,
+            &self.wards,
+            &self.release_namespace,
+            now,
+        );
         let Some((device, rules)) = self.devices.iter_mut().find(|(device, _)| device.uuid == sampled.uuid)
         else {
             return false;
@@ -382,6 +795,7 @@ impl Engine {
             charges: sampled.charges.as_deref(),
             torn: sampled.reading.torn,
             managed: self.evidence.is_managed(&device.info),
+            ballast: self.pools.ballast_at(&sampled.uuid, now),
         };
         device.take(&sampled.reading, sample, rules.reserve.as_ref(), declared, now);
         if device.fault != fault {
@@ -418,12 +832,112 @@ impl Engine {
                         "a quota breach"
                     );
                     if mode == Mode::Enforce && change == BreachChange::Began {
-                        (self.submit)(Job::Tell(breach_notice(tenant, &device.uuid)));
+                        (self.submit)(Job::Tell(breach_notice(tenant, device)));
                     }
                 }
             }
         }
+        self.hold(sampled, now);
         urgent
+    }
+
+    /// What follows from a sample of a device for guards, pool, the driver's limits, and for how firmly
+    /// quotas hold there.
+    #[allow(clippy::too_many_lines, reason = "one step after the other")]
+    fn hold(&mut self, sampled: &Sampled, now: Millis) {
+        let (present, _) = self.now();
+        let Some((device, rules)) = self.devices.iter().find(|(device, _)| device.uuid == sampled.uuid)
+        else {
+            return;
+        };
+        let uuid = Arc::clone(&device.uuid);
+        self.wards.sample(&uuid, sampled.charges.as_deref(), now, &mut self.order);
+        if self.pools.has(&uuid) {
+            // Who is not there any more is known only from the kubelet and the API server.
+            let known = self.resources.at.is_some() && self.world.synced.pods;
+            let demands = demands(rules, device, &self.wards, self.binds).filter(|_| known);
+            let bytes = DeviceBytes::of(&device.ledger, &memory(&sampled.reading));
+            let freeze = self.binds && rules.freeze().is_some();
+            let pressure = Pressure { reclaim: false, freeze };
+            let seen = pools::Seen { at: now, device: bytes, torn: sampled.reading.torn, pressure };
+            self.pools.sample(&uuid, seen, demands, present, &mut self.wards, &mut self.order);
+        }
+        let Some((device, rules)) = self.devices.iter_mut().find(|(device, _)| device.uuid == sampled.uuid)
+        else {
+            return;
+        };
+        let enforced = rules.enforced();
+        let context = wards::context_or_default(self.wards.context(&uuid));
+        let mut notices = Vec::new();
+        for tenant in &mut rules.tenants {
+            let pod = Arc::clone(&tenant.pod);
+            let quota = enforced.and_then(|at| tenant.terms.get(at)?.quota.as_ref()).filter(|_| self.binds);
+            let opted_in = pod.facts.guard;
+            let view = self.wards.view(&pod.kubelet_uid, &uuid);
+            let guarded = view.map_or(Guarded::Expected, |view| view.guarded);
+            let outsider = view.and_then(|view| view.outsider);
+            let able = match quota {
+                None => Err(StrengthReason::NoPlan),
+                Some(quota) if quota.kernel_limits == highwater_crds::KernelLimits::Off => {
+                    Err(StrengthReason::KernelLimitsOff)
+                }
+                Some(_) => self.ability.on(device.partition()),
+            };
+            let limit = quota.filter(|_| able.is_ok()).map(|quota| quota.limit);
+            if let Some(task) = self.limits.want(&pod.kubelet_uid, &uuid, limit, tenant.used, now) {
+                (self.order)(Order::Limit(task));
+            }
+            let kernel =
+                able.and_then(|()| self.limits.standing(&pod.kubelet_uid, &uuid, limit.unwrap_or(0)));
+            let standing = self.pools.standing(&uuid, &pod.kubelet_uid, now);
+            let pool = standing.map_or(Err(StrengthReason::NoPool), |standing| standing.holds);
+            tenant.overshoot = standing.map(|standing| standing.overshoot);
+            tenant.charged = view.map(|view| view.charged);
+            let before = tenant.strength;
+            tenant.strength =
+                strength::of(Grounds { bound: quota.is_some(), kernel, opted_in, guard: guarded, pool });
+            tenant.steady.step(tenant.strength, now);
+            if before != tenant.strength {
+                info!(device = device.label, pod = pod.facts.name, namespace = pod.facts.namespace,
+                    strength = ?tenant.strength.0, reason = ?tenant.strength.1, "how firmly the quota holds");
+            }
+            let Some(quota) = quota else { continue };
+            if opted_in == GuardOptIn::Volume {
+                if let Guarded::Not(reason) = guarded
+                    && let Some(note) =
+                        unguarded_note(&self.wards, &pod, outsider, reason, tenant.strength.0, now)
+                    && self.told.is_news(&pod.kubelet_uid, &uuid, "unguarded", now)
+                {
+                    notices.push(Notice::warning(&pod, "StrengthFell", "Guard", format!("{note} on {uuid}")));
+                }
+                if quota::below_context(quota.limit, context)
+                    && self.told.is_news(&pod.kubelet_uid, &uuid, "context", now)
+                {
+                    let note = format!(
+                        "the limit of {} on {uuid} is below what one CUDA context ({}) and 64 MiB take: no process can work under it ({})",
+                        ByteSize(quota.limit).rounded(),
+                        ByteSize(context).rounded(),
+                        quota.provenance(),
+                    );
+                    notices.push(Notice::warning(&pod, "QuotaBelowContext", "Guard", note));
+                }
+            } else {
+                let over = tenant.used.is_some_and(|used| used > quota.limit.saturating_add(TOOK));
+                tenant.oversized |= over && now.since(tenant.bound) < STARTING;
+            }
+            let took = self.pools.of_pod(&uuid, &pod.kubelet_uid).map_or(0, |report| report.ungranted);
+            if took > TOOK && !tenant.took {
+                let note = format!(
+                    "holds {} on {uuid} that was granted to nobody, beyond its grant: its neighbours' guarantees are not touched as long as the pool holds them",
+                    ByteSize(took).rounded(),
+                );
+                notices.push(Notice::warning(&pod, "TookUngranted", "Measure", note));
+            }
+            tenant.took = took > TOOK;
+        }
+        for notice in notices {
+            (self.submit)(Job::Tell(notice));
+        }
     }
 
     /// The act step, and what is published of incidents.
@@ -505,8 +1019,18 @@ impl Engine {
 
     /// What is known of the node.
     fn facts(&self, watch: Watch) -> Facts {
-        let mut over = Vec::new();
+        let (mut over, mut below, mut oversized) = (Vec::new(), Vec::new(), Vec::new());
         for (device, rules) in &self.devices {
+            for tenant in &rules.tenants {
+                let facts = &tenant.pod.facts;
+                if tenant.oversized {
+                    oversized.push(format!("{}/{}", facts.namespace, facts.name));
+                }
+                let quota = rules.enforced_quota(tenant).filter(|_| self.binds);
+                if let (Some(quota), (active, Some(reason))) = (quota, tenant.steady.told()) {
+                    below.extend(node_status::below(quota, active, reason, facts, &device.uuid));
+                }
+            }
             for tenant in rules.tenants.iter().filter(|tenant| tenant.over) {
                 let (Some(due), Some(used)) = (tenant.due(), tenant.used) else { continue };
                 let pod = TopPod {
@@ -524,10 +1048,16 @@ impl Engine {
             .map(|(device, rules)| DeviceFacts {
                 uuid: device.uuid.to_string(),
                 label: device.label.clone(),
-                model: node_status::model(&device.info.product, device.partition(), device.info.total),
+                model: node_status::model(
+                    &device.info.product,
+                    device.partition(),
+                    device.info.total,
+                    self.wards.context(&device.uuid),
+                ),
                 level: rules.level(),
                 headroom: device.headroom,
-                strength: Strength::Observe,
+                strengths: strengths(rules),
+                pool: self.pools.facts(&device.uuid),
                 pods: rules.tenants.len(),
                 over: rules.tenants.iter().filter(|tenant| tenant.over).count(),
                 fault: device.fault,
@@ -543,6 +1073,24 @@ impl Engine {
             watch,
             devices,
             over,
+            below,
+            oversized,
+            base_strength: self.base.told().0,
+        }
+    }
+
+    /// The strength that a pod without a guard would have on every device of the node.
+    fn base_strength(&self, now: Millis) -> Strength {
+        if !self.binds || self.devices.is_empty() {
+            return Strength::Observe;
+        }
+        let all = |holds: &dyn Fn(&Device) -> bool| self.devices.iter().all(|(device, _)| holds(device));
+        if all(&|device| self.ability.on(device.partition()).is_ok()) {
+            Strength::Kernel
+        } else if all(&|device| self.pools.is_held(&device.uuid, now)) {
+            Strength::Reservation
+        } else {
+            Strength::Observe
         }
     }
 
@@ -557,7 +1105,9 @@ impl Engine {
             signals_written: self.acts.written,
             signals_failed: self.acts.failed,
         };
-        self.metrics.render(&self.devices, self.driver.as_deref().unwrap_or(""), gauges)
+        let shown =
+            Shown { devices: &self.devices, wards: &self.wards, pools: &self.pools, binds: self.binds };
+        self.metrics.render(shown, self.driver.as_deref().unwrap_or(""), gauges)
     }
 
     /// Whether the agent lives; else why not.
@@ -593,6 +1143,7 @@ impl Engine {
             plan.confirm(now, wall);
             self.cache.save(plan);
         }
+        self.check_plan(now);
     }
 
     fn since_contact(&self) -> Option<Duration> {
@@ -610,6 +1161,15 @@ impl Engine {
     }
 }
 
+/// How many pods on a device have which strength.
+fn strengths(rules: &Rules) -> StrengthCounts {
+    let mut counts = StrengthCounts::default();
+    for tenant in &rules.tenants {
+        counts.add(tenant.steady.told().0);
+    }
+    counts
+}
+
 /// The part of a pod's memory that it preallocates by design: at most its limit in the layer that
 /// binds. A pod without one declares nothing, for nothing would bound it.
 fn declared_part(tenant: &Tenant, layer: usize) -> u64 {
@@ -618,17 +1178,94 @@ fn declared_part(tenant: &Tenant, layer: usize) -> u64 {
     quota.map_or(0, |quota| declared.min(quota.limit))
 }
 
-fn breach_notice(tenant: &Tenant, device: &str) -> Notice {
+/// What is looked at when rules are looked up.
+fn place<'a>(
+    plan: Option<&'a Plan>,
+    world: &'a World,
+    resources: &'a Snapshot,
+    wards: &'a Wards,
+    release_namespace: &'a str,
+    now: Millis,
+) -> Place<'a> {
+    let plan = plan.map(|plan| &plan.spec);
+    Place { plan, world, assignments: &resources.assignments, wards, release_namespace, now }
+}
+
+/// What the pods on a device have a right to in its pool: those with a quota of the layer that binds.
+fn demands(rules: &Rules, device: &Device, wards: &Wards, binds: bool) -> Option<Vec<PodDemand>> {
+    let of = |tenant: &Tenant| {
+        let quota = rules.enforced_quota(tenant)?;
+        let uid = &tenant.pod.kubelet_uid;
+        let ward = wards.get(uid);
+        let charged = ward.and_then(|ward| Some(ward.charged(ward.ordinal(&device.uuid)?)));
+        let guarded = wards.view(uid, &device.uuid).map_or(Guarded::Expected, |view| view.guarded);
+        let guards = tenant.pod.facts.guard == GuardOptIn::Volume && !matches!(guarded, Guarded::Not(_));
+        Some(PodDemand {
+            uid: Arc::clone(uid),
+            // Who goes round its guard is one without.
+            kind: if guards { Kind::Elastic } else { Kind::Static },
+            guarantee: quota.guarantee.unwrap_or(0),
+            limit: quota.limit,
+            used: tenant.used,
+            charged,
+            bound_at: tenant.bound,
+        })
+    };
+    binds.then(|| rules.tenants.iter().filter_map(of).collect())
+}
+
+/// What is told of a pod that opted in and is not guarded. `None` while it is being found out.
+fn unguarded_note(
+    wards: &Wards,
+    pod: &Pod,
+    outsider: Option<u32>,
+    reason: StrengthReason,
+    strength: Strength,
+    now: Millis,
+) -> Option<String> {
+    let who = match outsider {
+        None => "one of its processes".to_owned(),
+        Some(pid) => match wards.get(&pod.kubelet_uid)?.outsider(pid)? {
+            (Some(comm), _) => format!("process {comm} ({pid})"),
+            (None, since) if now.since(since) >= INSPECT_WITHIN => format!("process {pid}"),
+            (None, _) => return None,
+        },
+    };
+    let how = match reason {
+        StrengthReason::GuardNotConnected => "holds memory, and no process of the pod has a guard connected",
+        StrengthReason::OutsideGuard => {
+            "holds memory outside the guard: a static program, a private copy of the driver's library or the like"
+        }
+        StrengthReason::OtherRoot => "holds memory in another root, where the guard is not",
+        StrengthReason::GuardVersion => "has a guard of a version that the agent does not speak",
+        StrengthReason::Mps => "is a client of MPS, in which the guard is off",
+        StrengthReason::UnknownDriver => "has a guard that does not know this driver and stays out of it",
+        _ => "is not guarded",
+    };
+    Some(format!("{who} {how}; the pod's quota holds with strength {strength:?}"))
+}
+
+fn breach_notice(tenant: &Tenant, device: &Device) -> Notice {
     let quota = tenant.terms.iter().find_map(|terms| terms.quota.as_ref());
     let limit = quota.map_or(0, |quota| quota.limit);
+    let advice = if tenant.pod.facts.guard == GuardOptIn::Volume {
+        ""
+    } else {
+        "; a program that sizes itself by what the device has needs the guard (label highwater.dev/guard), or the device for itself"
+    };
     let note = format!(
-        "holds {} on {device}, above its limit of {} ({})",
+        "holds {} on {}, above its limit of {} ({}){advice}",
         ByteSize(tenant.used.unwrap_or(0)).rounded(),
+        device.uuid,
         ByteSize(limit).rounded(),
         quota.map(highwater_policy::quota::EffectiveQuota::provenance).unwrap_or_default(),
     );
     Notice::warning(&tenant.pod, "QuotaBreach", "Measure", note)
 }
+
+#[cfg(test)]
+#[path = "engine_holding_tests.rs"]
+mod holding_tests;
 
 #[cfg(test)]
 mod tests {
@@ -721,8 +1358,15 @@ mod tests {
             let submitted = Rc::clone(&jobs);
             let submit = move |job| submitted.borrow_mut().push(job);
             let signals = Signals::new(root.path());
-            let mut engine =
-                Engine::new(clock, "n1", "highwater-system", root.path(), signals, submit).unwrap();
+            let setup = Setup {
+                node: "n1".into(),
+                release_namespace: "highwater-system".into(),
+                state_dir: root.path().into(),
+                proc_root: "/proc".into(),
+                keeper: false,
+                cgroup2: false,
+            };
+            let mut engine = Engine::new(clock, setup, signals, submit, drop::<Order>).unwrap();
             let device = |index: u32| DeviceInfo {
                 uuid: format!("GPU-{index}"),
                 index,
@@ -731,7 +1375,8 @@ mod tests {
                 partition: Partition::Whole,
                 total: Some(80 * GI),
             };
-            engine.report(Report::Opened { version: "580".into(), devices: vec![device(0), device(1)] });
+            let devices = vec![device(0), device(1)];
+            engine.report(Report::Opened { version: "580".into(), devices, limits: false });
             let mut bench = Self { engine, jobs, root };
             bench.world(WorldChange::Namespace(reset([("team".to_owned(), NamespaceFacts::default())])));
             bench.world(WorldChange::Node(reset([NodeFacts { uid: "node".into(), ..NodeFacts::default() }])));
@@ -1416,7 +2061,7 @@ mod tests {
         let mut info = bench.engine.devices[0].0.info.clone();
         info.total = None;
         info.index = 4;
-        bench.engine.report(Report::Opened { version: "580".into(), devices: vec![info] });
+        bench.engine.report(Report::Opened { version: "580".into(), devices: vec![info], limits: false });
         let facts = bench.engine.facts(Watch::On);
         assert_eq!((facts.devices[0].level, &*facts.devices[0].label), (Level::Emergency, "4"));
         assert_eq!(bench.engine.devices[0].0.info.total, Some(80 * GI));

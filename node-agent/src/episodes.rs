@@ -11,8 +11,7 @@ use std::{
 
 use highwater_crds::{
     Action, ActionType, ByteSize, DecisionState, Evidence, GpuMemoryIncident, GpuMemoryIncidentSpec,
-    IncidentKind, Mode, Observation, ObservationState, PlanBreaker, Proposal, Strength, Subject, Watermark,
-    names,
+    IncidentKind, Mode, Observation, ObservationState, PlanBreaker, Proposal, Subject, Watermark, names,
 };
 use highwater_policy::{
     breaker,
@@ -631,7 +630,10 @@ impl Draft<'_> {
                 neighbour_bytes: neighbours,
                 foreign_bytes: ledger.foreign.map(signed),
                 unexplained_bytes: ledger.unexplained,
-                strength: self.tenant.map(|_| Strength::Observe),
+                strength: self.tenant.map(|tenant| tenant.strength.0),
+                strength_reason: self.tenant.and_then(|tenant| tenant.strength.1),
+                overshoot_bytes: self.tenant.and_then(|tenant| tenant.overshoot).map(signed),
+                charged_bytes: self.tenant.and_then(|tenant| tenant.charged).map(signed),
                 explanation: self.explanation.chars().take(1024).collect(),
             },
             proposed: Proposal {

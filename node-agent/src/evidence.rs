@@ -5,6 +5,7 @@
 
 use std::{collections::BTreeSet, path::Path, sync::Arc};
 
+use highwater_crds::ByteSize;
 use highwater_gpu::DeviceInfo;
 use highwater_policy::time::Millis;
 use tracing::warn;
@@ -12,7 +13,7 @@ use tracing::warn;
 use crate::{
     account::Device,
     attribute::{Attributor, Owner, device_users},
-    world::World,
+    world::{Pod, World},
 };
 
 /// For how long there must be such memory before it is looked for, in milliseconds: a sample
@@ -20,6 +21,11 @@ use crate::{
 const LASTING: u64 = 5_000;
 /// How long to wait before looking again, in milliseconds.
 const LOOK_EVERY: u64 = 30_000;
+/// So much, or so much more than when it was looked for last, is looked for at once where memory is
+/// guarded or held back,
+const ALARMING: u64 = 256 * ByteSize::MI;
+/// though not more often than this, in milliseconds.
+const ALARM_EVERY: u64 = 10_000;
 
 /// A process that has a device open.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,6 +53,13 @@ pub(crate) struct Evidence {
     blind: bool,
     sought: Option<Millis>,
     looked: Option<Millis>,
+    /// How much there was when it was looked for at once, and when.
+    alarm: Option<(u64, Millis)>,
+}
+
+/// Whether so many bytes that no process list shows are reason enough to look at once.
+pub(crate) fn is_alarming(bytes: u64) -> bool {
+    bytes >= ALARMING
 }
 
 /// What a look found.
@@ -92,6 +105,23 @@ impl Evidence {
         due
     }
 
+    /// Whether to look at once, for so many bytes that no process list shows.
+    pub(crate) fn is_alarmed(&mut self, bytes: u64, now: Millis) -> bool {
+        if !is_alarming(bytes) {
+            // What comes and goes is not looked for at each coming.
+            self.alarm = self.alarm.filter(|(_, at)| now.since(*at) < ALARM_EVERY).map(|(_, at)| (0, at));
+            return false;
+        }
+        let due = self.alarm.is_none_or(|(before, at)| {
+            bytes >= before.saturating_add(ALARMING) && now.since(at) >= ALARM_EVERY
+        });
+        if due {
+            self.alarm = Some((bytes, now));
+            self.looked = Some(now);
+        }
+        due
+    }
+
     /// Takes in what was found.
     pub(crate) fn set(&mut self, found: Found) {
         if found.blind && !self.blind {
@@ -115,16 +145,7 @@ impl Evidence {
         if self.blind {
             return "(whose cannot be told: the agent lacks the capability SYS_PTRACE)".to_owned();
         }
-        let listed = |user: &User| match &user.whose {
-            Whose::Pod(uid) => device.ledger.by_pod.iter().any(|held| held.pod == *uid),
-            Whose::Process(_) => false,
-        };
-        // A process with managed memory, or one that has the device open and is in no list.
-        let suspects: BTreeSet<_> = self
-            .of(&device.info)
-            .filter(|user| user.managed || !listed(user))
-            .map(|user| &user.whose)
-            .collect();
+        let suspects = self.whose(device, false);
         let [one] = suspects.into_iter().collect::<Vec<_>>()[..] else { return String::new() };
         match one {
             Whose::Pod(uid) => world.pods.get(uid).map_or_else(String::new, |pod| {
@@ -132,6 +153,30 @@ impl Evidence {
             }),
             Whose::Process(name) => format!("(perhaps the node's process {name})"),
         }
+    }
+
+    /// The pods whose the unexplained memory of a device may be: those with the least to show for having
+    /// the device open, else all that have.
+    pub(crate) fn suspects(&self, device: &Device, world: &World) -> Vec<Arc<Pod>> {
+        let pods = |whose: BTreeSet<&Whose>| -> Vec<Arc<Pod>> {
+            let pods = whose.into_iter().filter_map(|whose| match whose {
+                Whose::Pod(uid) => world.pods.get(uid).map(Arc::clone),
+                Whose::Process(_) => None,
+            });
+            pods.collect()
+        };
+        let few = pods(self.whose(device, false));
+        if few.is_empty() { pods(self.whose(device, true)) } else { few }
+    }
+
+    /// Who has a device open, and uses managed memory or is in no list of it; or all who have it open.
+    fn whose(&self, device: &Device, all: bool) -> BTreeSet<&Whose> {
+        let listed = |user: &User| match &user.whose {
+            Whose::Pod(uid) => device.ledger.by_pod.iter().any(|held| held.pod == *uid),
+            Whose::Process(_) => false,
+        };
+        let users = self.of(&device.info).filter(|user| all || user.managed || !listed(user));
+        users.map(|user| &user.whose).collect()
     }
 
     fn of(&self, device: &DeviceInfo) -> impl Iterator<Item = &User> {
@@ -184,6 +229,43 @@ mod tests {
         evidence.set(Found { users: Vec::new(), blind: true });
         assert!(evidence.is_managed(&device().info));
         assert!(evidence.candidate(&device(), &World::default()).contains("SYS_PTRACE"));
+    }
+
+    #[test]
+    fn much_that_comes_at_once_is_looked_for_at_once_and_all_candidates_are_named() {
+        let mut evidence = Evidence::default();
+        let mi = ByteSize::MI;
+        assert!(!evidence.is_alarmed(255 * mi, Millis(0)));
+        assert!(evidence.is_alarmed(256 * mi, Millis(100)));
+        assert!(!evidence.is_alarmed(300 * mi, Millis(20_000)), "hardly more");
+        assert!(evidence.is_alarmed(512 * mi, Millis(20_100)));
+        assert!(!evidence.is_alarmed(9_999 * mi, Millis(30_000)), "not that often");
+        assert!(evidence.is_alarmed(9_999 * mi, Millis(30_100)));
+        assert!(!evidence.is_alarmed(0, Millis(30_200)));
+        assert!(!evidence.is_alarmed(512 * mi, Millis(30_300)), "what comes and goes");
+        assert!(evidence.is_alarmed(512 * mi, Millis(40_100)));
+        let mut world = World::default();
+        for name in ["a", "b"] {
+            let facts =
+                highwater_policy::pod::PodFacts { uid: name.into(), name: name.into(), ..Default::default() };
+            world.apply(crate::world::WorldChange::Pod(crate::world::Change::Upsert(facts)), Millis(0));
+        }
+        let of_pod = |uid: &str| User { whose: Whose::Pod(uid.into()), ..process("x", false) };
+        evidence.set(found(vec![of_pod("a"), of_pod("b"), process("daemon", false)]));
+        let names = |evidence: &Evidence, device: &Device| -> Vec<String> {
+            evidence.suspects(device, &world).iter().map(|pod| pod.facts.name.clone()).collect()
+        };
+        let mut device = device();
+        assert_eq!(names(&evidence, &device), ["a", "b"]);
+        let held = |pod: &str| highwater_policy::ledger::PodUse {
+            pod: pod.into(),
+            bytes: Some(1),
+            containers: Vec::new(),
+        };
+        device.ledger.by_pod = vec![held("a")];
+        assert_eq!(names(&evidence, &device), ["b"], "the other is listed");
+        device.ledger.by_pod = vec![held("a"), held("b")];
+        assert_eq!(names(&evidence, &device), ["a", "b"], "nobody stands out");
     }
 
     #[test]

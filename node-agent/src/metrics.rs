@@ -5,13 +5,18 @@
 
 use std::time::Duration;
 
-use highwater_crds::{Level, Mode, Strength};
+use highwater_crds::{Level, Mode};
 use highwater_gpu::ErrorClass;
 use prometheus::{
     GaugeVec, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry, TextEncoder,
 };
 
-use crate::{account::Device, decide::Rules};
+use crate::{
+    account::Device,
+    decide::{Rules, Tenant},
+    pools::Pools,
+    wards::{Keeper, Wards},
+};
 
 const DEVICE: &[&str] = &["device"];
 const POD: &[&str] = &["namespace", "pod", "device"];
@@ -33,6 +38,17 @@ pub(crate) struct Metrics {
     pod_limit: IntGaugeVec,
     pod_due: IntGaugeVec,
     pod_strength: IntGaugeVec,
+    pod_below: IntGaugeVec,
+    pod_granted: IntGaugeVec,
+    pod_overshoot: IntGaugeVec,
+    pod_charged: IntGaugeVec,
+    pod_difference: IntGaugeVec,
+    pod_guards: IntGaugeVec,
+    pod_refusals: IntCounterVec,
+    pool_size: IntGaugeVec,
+    pool_ballast: IntGaugeVec,
+    pool_short: IntGaugeVec,
+    keeper_up: IntGaugeVec,
     pod_host_oom: IntCounterVec,
     plan_age: GaugeVec,
     api_age: GaugeVec,
@@ -45,6 +61,19 @@ pub(crate) struct Metrics {
     pub(crate) dropped: IntCounter,
     duration: Histogram,
     lateness: Histogram,
+}
+
+/// The devices, and what is known of their pods.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shown<'a> {
+    /// The devices with what holds there.
+    pub(crate) devices: &'a [(Device, Rules)],
+    /// The guarded pods.
+    pub(crate) wards: &'a Wards,
+    /// The pools.
+    pub(crate) pools: &'a Pools,
+    /// Whether the plan binds.
+    pub(crate) binds: bool,
 }
 
 /// What there is to show besides devices and pods.
@@ -135,6 +164,57 @@ impl Metrics {
                 "How firmly a pod's quota is enforced on a device: always 1.",
                 &["namespace", "pod", "device", "strength"],
             )?,
+            pod_below: make.gauges(
+                "highwater_pod_strength_below_minimum",
+                "A pod's quota holds less firmly than its rule asks for, and why: always 1.",
+                &["namespace", "pod", "device", "reason"],
+            )?,
+            pod_granted: make.gauges(
+                "highwater_pool_granted_bytes",
+                "Memory of the device's pool that a pod may have now.",
+                POD,
+            )?,
+            pod_overshoot: make.gauges(
+                "highwater_pod_overshoot_bytes",
+                "Memory that a pod could take beyond its due: free on the device, and not owed to it.",
+                POD,
+            )?,
+            pod_charged: make.gauges(
+                "highwater_pod_guard_charged_bytes",
+                "Memory that a pod's guards have charged, as they say.",
+                POD,
+            )?,
+            pod_difference: make.gauges(
+                "highwater_pod_memory_difference_bytes",
+                "What the driver says that a guarded pod holds, less what its guards have charged, by what makes it.",
+                &["namespace", "pod", "device", "part"],
+            )?,
+            pod_guards: make.gauges(
+                "highwater_guard_processes",
+                "Processes of a pod that charge a device through a guard.",
+                POD,
+            )?,
+            pod_refusals: make.counters(
+                "highwater_guard_refusals_total",
+                "Allocations that a pod's guards refused, as far as they said so.",
+                POD,
+            )?,
+            pool_size: make.gauges(
+                "highwater_pool_size_bytes",
+                "Memory that the pool of a device is: held back and granted.",
+                DEVICE,
+            )?,
+            pool_ballast: make.gauges(
+                "highwater_pool_ballast_bytes",
+                "Memory of a device that the keeper holds back.",
+                DEVICE,
+            )?,
+            pool_short: make.gauges(
+                "highwater_pool_short_bytes",
+                "Memory that is guaranteed on a device, not granted, and not held back either.",
+                DEVICE,
+            )?,
+            keeper_up: make.gauges("highwater_keeper_up", "Whether the keeper answers: 1, else 0.", &[])?,
             pod_host_oom: make.counters(
                 "highwater_pod_host_oom_kills_total",
                 "Containers that the host's kernel killed for lack of host memory, which is not GPU memory.",
@@ -184,19 +264,28 @@ impl Metrics {
     }
 
     /// The text of all metrics.
-    pub(crate) fn render(&self, devices: &[(Device, Rules)], driver: &str, gauges: Gauges) -> String {
+    pub(crate) fn render(&self, shown: Shown<'_>, driver: &str, gauges: Gauges) -> String {
         self.clear();
-        for (device, rules) in devices {
+        match shown.pools.keeper() {
+            Keeper::None => {}
+            keeper => set(&self.keeper_up, &[], Some(u64::from(keeper == Keeper::Up))),
+        }
+        for (device, rules) in shown.devices {
             self.show_device(device, rules, driver);
+            if let Some(pool) = shown.pools.report(&device.uuid) {
+                let label = [device.label.as_str()];
+                set(&self.pool_size, &label, Some(pool.size));
+                set(&self.pool_ballast, &label, pool.ballast);
+                set(&self.pool_short, &label, Some(pool.short));
+            }
             for tenant in &rules.tenants {
                 let facts = &tenant.pod.facts;
                 let pod = [facts.namespace.as_str(), facts.name.as_str(), device.label.as_str()];
                 set(&self.pod_used, &pod, tenant.used);
                 set(&self.pod_limit, &pod, tenant.quota().map(|quota| quota.limit));
                 set(&self.pod_due, &pod, tenant.due());
-                let [namespace, name, label] = pod;
-                let strength = format!("{:?}", Strength::Observe);
-                set(&self.pod_strength, &[namespace, name, label, &strength], Some(1));
+                self.show_strength(device, rules, tenant, shown);
+                let [namespace, name, _] = pod;
                 // Of a pod on several devices, each sets the same.
                 let kills = self.pod_host_oom.with_label_values(&[namespace, name]);
                 kills.reset();
@@ -217,6 +306,38 @@ impl Metrics {
         self.signals.with_label_values(&["written"]).inc_by(gauges.signals_written);
         self.signals.with_label_values(&["failed"]).inc_by(gauges.signals_failed);
         TextEncoder::new().encode_to_string(&self.registry.gather()).unwrap_or_default()
+    }
+
+    /// How firmly a pod's quota holds on a device, and by what.
+    fn show_strength(&self, device: &Device, rules: &Rules, tenant: &Tenant, shown: Shown<'_>) {
+        let facts = &tenant.pod.facts;
+        let pod = [facts.namespace.as_str(), facts.name.as_str(), device.label.as_str()];
+        let [namespace, name, label] = pod;
+        let (strength, reason) = tenant.strength;
+        set(&self.pod_strength, &[namespace, name, label, &format!("{strength:?}")], Some(1));
+        let asked =
+            rules.enforced_quota(tenant).filter(|_| shown.binds).and_then(|quota| quota.asked.as_ref());
+        if let (Some(asked), Some(reason)) = (asked, reason)
+            && strength < asked.strength
+        {
+            set(&self.pod_below, &[namespace, name, label, &format!("{reason:?}")], Some(1));
+        }
+        let uid = &tenant.pod.kubelet_uid;
+        set(&self.pod_overshoot, &pod, tenant.overshoot);
+        set(&self.pod_granted, &pod, shown.pools.of_pod(&device.uuid, uid).map(|report| report.granted));
+        let Some(ward) = shown.wards.get(uid) else { return };
+        let (Some(ordinal), Some(view)) = (ward.ordinal(&device.uuid), shown.wards.view(uid, &device.uuid))
+        else {
+            return;
+        };
+        set(&self.pod_charged, &pod, Some(view.charged));
+        set(&self.pod_guards, &pod, u64::try_from(view.processes).ok());
+        let outside = i64::try_from(view.outside).unwrap_or(i64::MAX);
+        for (part, bytes) in [("context", view.context), ("outside_guard", outside), ("driver", view.driver)]
+        {
+            self.pod_difference.with_label_values(&[namespace, name, label, part]).set(bytes);
+        }
+        self.pod_refusals.with_label_values(&pod).inc_by(ward.refused(ordinal));
     }
 
     fn show_device(&self, device: &Device, rules: &Rules, driver: &str) {
@@ -273,11 +394,23 @@ impl Metrics {
             &self.pod_limit,
             &self.pod_due,
             &self.pod_strength,
+            &self.pod_below,
+            &self.pod_granted,
+            &self.pod_overshoot,
+            &self.pod_charged,
+            &self.pod_difference,
+            &self.pod_guards,
+            &self.pool_size,
+            &self.pool_ballast,
+            &self.pool_short,
+            &self.keeper_up,
         ] {
             gauges.reset();
         }
         self.device_usage.reset();
-        for counters in [&self.device_errors, &self.device_torn, &self.pod_host_oom, &self.signals] {
+        for counters in
+            [&self.device_errors, &self.device_torn, &self.pod_host_oom, &self.pod_refusals, &self.signals]
+        {
             counters.reset();
         }
     }
@@ -350,7 +483,10 @@ mod tests {
     fn metrics_name_the_node_and_nothing_unknown() {
         let metrics = Metrics::new("n1").unwrap();
         metrics.sampled(Duration::from_millis(1), Duration::ZERO);
-        let text = metrics.render(&[], "580", Gauges::default());
+        let state = tempfile::tempdir().unwrap();
+        let pools = Pools::new(state.path(), state.path(), false);
+        let shown = Shown { devices: &[], wards: &Wards::default(), pools: &pools, binds: false };
+        let text = metrics.render(shown, "580", Gauges::default());
         assert!(text.contains("highwater_samples_total{node=\"n1\"} 1"), "{text}");
         assert!(text.contains("highwater_incidents_open{node=\"n1\"} 0"), "{text}");
         assert!(!text.contains("highwater_api_contact_age_seconds{"), "{text}");

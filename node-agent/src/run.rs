@@ -1,6 +1,7 @@
 //! Wires the agent together and runs its loop until it is told to end.
 
 use std::{
+    path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -8,6 +9,7 @@ use std::{
 use anyhow::{Context, bail};
 use jiff::Timestamp;
 use kube::{Client, Config};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::{
     signal::unix::{SignalKind, signal},
     sync::{Notify, mpsc, watch},
@@ -15,13 +17,16 @@ use tokio::{
     time::{MissedTickBehavior, interval},
 };
 use tokio_util::sync::CancellationToken;
-use tracing::info;
+use tracing::{info, warn};
 
 use crate::{
     args::Args,
-    engine::Engine,
+    engine::{Engine, Order, Setup},
     evidence,
+    guard::{self, Guards, News},
     http::{self, Ask},
+    limits::{Cgroups, Task},
+    link::{self, Heard},
     pod_resources::{self, Snapshot},
     publish::Publisher,
     sampler::{Report, Sampler, Settings},
@@ -40,6 +45,7 @@ const TICK: Duration = Duration::from_millis(250);
 /// # Errors
 /// Fails when the API server's address is not known, when an address cannot be bound, or when a
 /// part that ought to run for ever ended.
+#[allow(clippy::too_many_lines, reason = "the wiring")]
 pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     let Args {
         node_name,
@@ -51,6 +57,8 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         state_dir,
         listen,
         proc_root,
+        keeper_socket,
+        cgroup_root,
     } = args;
     info!(node = node_name, version = env!("CARGO_PKG_VERSION"), "the agent starts");
     let config = Config::infer().await.context("finding the API server: run in a pod, or set KUBECONFIG")?;
@@ -58,13 +66,25 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
 
     let (done_send, mut done) = mpsc::unbounded_channel();
     let publisher = Publisher::new(client.clone(), &node_name, done_send);
+    let mut tasks = JoinSet::new();
+    raise_descriptors();
+    let has_keeper = keeper_socket.is_some();
+    let guarding = guard::Settings { kubelet_root: kubelet_root.clone(), proc_root: proc_root.clone() };
+    let Lines { mut news, mut heard, mut limit_tasks, order } = lines(guarding, keeper_socket, &mut tasks)?;
+
     let signals = Signals::new(kubelet_root);
     let clock = || (Instant::now(), Timestamp::now());
     let submit = move |job| publisher.submit(job);
-    let mut engine = Engine::new(clock, &node_name, &namespace, &state_dir, signals, submit)
-        .context("registering metrics")?;
+    let setup = Setup {
+        node: node_name.clone(),
+        release_namespace: namespace,
+        state_dir,
+        proc_root: proc_root.clone(),
+        keeper: has_keeper,
+        cgroup2: cgroup_root.join("cgroup.controllers").is_file(),
+    };
+    let mut engine = Engine::new(clock, setup, signals, submit, order).context("registering metrics")?;
 
-    let mut tasks = JoinSet::new();
     let (changes_send, mut changes) = mpsc::unbounded_channel();
     api::start(&client, &node_name, &changes_send, &mut tasks);
 
@@ -100,13 +120,27 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate()).context("waiting for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("waiting for SIGINT")?;
     let mut looking = JoinSet::new();
+    let mut finding = JoinSet::new();
+    let cgroups = Arc::new(Cgroups::new(cgroup_root));
     let mut tick = interval(TICK);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
+        if engine.hurries() {
+            sampler.soon();
+        }
+        if looking.is_empty() && engine.is_alarmed() {
+            let proc_root = proc_root.clone();
+            looking.spawn_blocking(move || evidence::look(&proc_root));
+        }
+        let deadline = engine.deadline().map(|in_| tokio::time::Instant::now() + in_);
         tokio::select! {
             biased;
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
+            // Before the samples: who shows there has said so before.
+            Some(news) = news.recv() => engine.guards(news),
+            Some(heard) = heard.recv() => engine.keeper(heard),
+            () = at(deadline) => engine.due(),
             Some(report) = reports.recv() => engine.report(report),
             Some(done) = done.recv() => engine.done(done),
             Some(change) = changes.recv() => {
@@ -123,12 +157,21 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
                 let (unresponsive, blocked) = sampler.watch();
                 engine.tick(&unresponsive, blocked);
                 sampler.stand_down(engine.stands_down());
+                sampler.eager(engine.is_eager());
                 if looking.is_empty() && engine.seeks_evidence() {
                     let proc_root = proc_root.clone();
                     looking.spawn_blocking(move || evidence::look(&proc_root));
                 }
             }
             Some(Ok(users)) = looking.join_next() => engine.found(users),
+            Some(task) = limit_tasks.recv() => {
+                let cgroups = Arc::clone(&cgroups);
+                finding.spawn_blocking(move || {
+                    let found = cgroups.of(&task.pod);
+                    (task, found)
+                });
+            }
+            Some(Ok((task, cgroups))) = finding.join_next() => sampler.limit(task, cgroups),
             ended = tasks.join_next() => bail!("a part of the agent ended: {ended:?}"),
             end = &mut server => {
                 end.with_context(|| format!("serving on {listen}"))?;
@@ -140,6 +183,63 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     cancelled.cancel();
     sampler.stop();
     Ok(())
+}
+
+/// What the loop hears of others than the API server, and how it gives them orders.
+struct Lines<F> {
+    /// The thread that serves guards.
+    news: mpsc::UnboundedReceiver<News>,
+    /// The keeper.
+    heard: mpsc::UnboundedReceiver<Heard>,
+    /// Limits that the driver is to be given.
+    limit_tasks: mpsc::UnboundedReceiver<Task>,
+    order: F,
+}
+
+/// Starts the thread that serves guards, and the line to the keeper.
+fn lines(
+    guarding: guard::Settings,
+    keeper_socket: Option<PathBuf>,
+    tasks: &mut JoinSet<&'static str>,
+) -> anyhow::Result<Lines<impl FnMut(Order) + 'static>> {
+    let (news_send, news) = mpsc::unbounded_channel();
+    // The loop ended: so will the thread.
+    let guards = Guards::start(guarding, move |news| drop(news_send.send(news)))
+        .context("starting the thread that serves guards")?;
+    let (heard_send, heard) = mpsc::unbounded_channel();
+    let (keeper_send, keeper_orders) = mpsc::unbounded_channel();
+    if let Some(socket) = keeper_socket {
+        let line = link::run(socket, keeper_orders, heard_send);
+        tasks.spawn(async {
+            line.await;
+            "the line to the keeper"
+        });
+    }
+    let (limits_send, limit_tasks) = mpsc::unbounded_channel();
+    let order = move |order| match order {
+        Order::Guard(order) => guards.order(order),
+        // Without a keeper nobody listens.
+        Order::Keeper(order) => drop(keeper_send.send(order)),
+        Order::Limit(task) => drop(limits_send.send(task)),
+    };
+    Ok(Lines { news, heard, limit_tasks, order })
+}
+
+/// Waits until then; for ever if that is never.
+async fn at(deadline: Option<tokio::time::Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Lets the agent have as many descriptors as it may: a guarded process takes two.
+fn raise_descriptors() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    if let Err(error) = setrlimit(Resource::Nofile, raised) {
+        warn!(%error, current = limit.current, "the number of guarded processes is bounded by that of descriptors");
+    }
 }
 
 /// Hands a report to the loop. Never blocks: a round of samples for which there is no room is

@@ -3,21 +3,34 @@
 //! One thread samples all devices in turn. Should a call on one device not return, the watchdog
 //! ([`Sampler::watch`]) leaves that thread behind with its device and starts another for the
 //! rest; the device is tried again some time after the call came back.
+//!
+//! Between two samples the thread waits. It takes one early when the loop asks for it, and, where that
+//! matters, soon after a process that used a device has ended: its memory is free then.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, VecDeque},
+    os::fd::OwnedFd,
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread::{self, Thread},
     time::{Duration, Instant},
 };
 
-use highwater_gpu::{Device, DeviceInfo, Driver, Reading};
+use highwater_crds::StrengthReason;
+use highwater_gpu::{Device, DeviceInfo, Driver, LimitError, Reading, Unavailable};
 use highwater_policy::ledger::{Charge, Holder};
 use jiff::Timestamp;
+use rustix::event::{
+    EventfdFlags, Timespec,
+    epoll::{self, CreateFlags, Event, EventData, EventFlags},
+    eventfd,
+};
 use tracing::{error, info, warn};
 
-use crate::attribute::{Attributor, Owner};
+use crate::{
+    attribute::{Attributor, Owner},
+    limits::{Failure, Outcome, Task},
+};
 
 /// How long a call on a device may take before the device is called unresponsive. Long enough for
 /// a node whose processors are all taken.
@@ -28,6 +41,11 @@ const INVENTORY_EVERY: Duration = Duration::from_secs(10);
 const CLOSE_AGAIN: Duration = Duration::from_millis(250);
 /// How long to wait before the driver is tried again.
 const OPEN_AGAIN: Duration = Duration::from_secs(5);
+/// Least time between two samples, whoever asks for one.
+const SOONEST: Duration = Duration::from_millis(10);
+/// How long after the end of a process a sample is taken, and another: the driver frees its memory some
+/// milliseconds after its end is seen.
+const AFTER_END: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(30));
 /// How long a device that hung is left alone: doubled each time, up to the second.
 const LEAVE_ALONE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_mins(1));
 
@@ -40,6 +58,8 @@ pub(crate) enum Report {
         version: String,
         /// The devices in the driver's order.
         devices: Vec<DeviceInfo>,
+        /// The driver can keep limits itself.
+        limits: bool,
     },
     /// The driver could not be opened: why, and what to change.
     Failed(String),
@@ -49,6 +69,8 @@ pub(crate) enum Report {
     Closed,
     /// All devices that answer were sampled.
     Pass(Pass),
+    /// A limit was, or was not, given to the driver.
+    Limited(Outcome),
 }
 
 /// One sample of every device.
@@ -96,16 +118,27 @@ pub(crate) struct Sampler {
 struct Shared {
     settings: Settings,
     send: Box<dyn Fn(Report) + Send + Sync>,
+    /// Ends a wait. Absent where the kernel gives none: then it ends when its time is over.
+    wake: Option<OwnedFd>,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
+#[allow(clippy::struct_excessive_bools, reason = "independent facts")]
 struct State {
     stand_down: bool,
     stopped: bool,
     /// The present thread's number; a thread with another one has been left behind.
     epoch: u64,
     thread: Option<Thread>,
+    /// A sample is asked for at once.
+    soon: bool,
+    /// The end of a process is worth a sample.
+    eager: bool,
+    /// Limits to give to the driver, with the cgroups.
+    limits: VecDeque<(Task, Vec<PathBuf>)>,
+    /// The one that is being given.
+    limiting: Option<Task>,
     /// The call that the present thread is in.
     call: Option<Call>,
     driver: Option<Arc<Driver>>,
@@ -140,7 +173,8 @@ impl Sampler {
         send: impl Fn(Report) + Send + Sync + 'static,
     ) -> Self {
         let state = Mutex::new(State { stand_down, ..State::default() });
-        let shared = Arc::new(Shared { settings, send: Box::new(send), state });
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).ok();
+        let shared = Arc::new(Shared { settings, send: Box::new(send), wake, state });
         spawn(&shared, &mut shared.lock());
         Self { shared }
     }
@@ -150,15 +184,33 @@ impl Sampler {
         let mut state = self.shared.lock();
         if state.stand_down != yes {
             state.stand_down = yes;
-            state.wake();
+            self.shared.wake(&state);
         }
+    }
+
+    /// Takes the next sample at once.
+    pub(crate) fn soon(&self) {
+        let mut state = self.shared.lock();
+        if !std::mem::replace(&mut state.soon, true) {
+            self.shared.wake(&state);
+        }
+    }
+
+    /// Whether the end of a process is worth a sample.
+    pub(crate) fn eager(&self, yes: bool) {
+        self.shared.lock().eager = yes;
+    }
+
+    /// Gives a limit to the driver, for these cgroups of a pod. The outcome is reported.
+    pub(crate) fn limit(&self, task: Task, cgroups: Vec<PathBuf>) {
+        self.shared.lock().limits.push_back((task, cgroups));
     }
 
     /// Ends sampling; the thread ends as soon as the driver lets it.
     pub(crate) fn stop(&self) {
         let mut state = self.shared.lock();
         state.stopped = true;
-        state.wake();
+        self.shared.wake(&state);
     }
 
     /// Looks whether a call hangs. Returns the devices that do not answer, and how long the
@@ -174,6 +226,10 @@ impl Sampler {
                 hung.times = hung.times.saturating_add(1);
                 hung.until = None;
                 state.call = None;
+                if let Some(task) = state.limiting.take() {
+                    let result = Err(Failure::Refused("the call does not return".to_owned()));
+                    (self.shared.send)(Report::Limited(Outcome { task, result }));
+                }
                 spawn(&self.shared, &mut state);
             }
             Some((None, since)) => blocked = Some(since.elapsed()),
@@ -183,15 +239,18 @@ impl Sampler {
     }
 }
 
-impl State {
-    fn wake(&self) {
-        if let Some(thread) = &self.thread {
+impl Shared {
+    /// Ends the present thread's wait.
+    fn wake(&self, state: &State) {
+        if let Some(wake) = &self.wake {
+            // Full means that it is awake already.
+            let _ = rustix::io::write(wake, &1u64.to_ne_bytes());
+        }
+        if let Some(thread) = &state.thread {
             thread.unpark();
         }
     }
-}
 
-impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -234,6 +293,10 @@ struct Sampling<'a> {
     shared: &'a Shared,
     epoch: u64,
     attributor: Attributor,
+    /// Ready when the wait is to end, or a known process has ended.
+    waits: Option<OwnedFd>,
+    /// When another sample is worth taking, because a process ended.
+    echo: Option<Instant>,
     driver: Option<Arc<Driver>>,
     /// The driver that is to be let go of, while a call that does not return has it as well.
     closing: Option<Arc<Driver>>,
@@ -260,13 +323,17 @@ impl<'a> Sampling<'a> {
             let state = shared.lock();
             (state.driver.clone(), state.infos.clone(), state.devices.clone())
         };
+        let attributor = Attributor::new(shared.settings.proc_root.clone());
+        let waits = waits(shared, &attributor);
         // A successor goes on with the list and the handles of the thread that was left behind:
         // asking for these might hang as well.
         let successor = !infos.is_empty();
         Self {
             shared,
             epoch,
-            attributor: Attributor::new(shared.settings.proc_root.clone()),
+            attributor,
+            waits,
+            echo: None,
             driver,
             closing: None,
             devices,
@@ -290,15 +357,69 @@ impl<'a> Sampling<'a> {
             let Some(pause) = (if stand_down { self.close() } else { self.work(next) }) else { return };
             let now = Instant::now();
             next = if pause.is_zero() { (next + interval).max(now) } else { now + pause };
-            while let Some(left) = next.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
+            if pause.is_zero()
+                && let Some(echo) = self.echo.take()
             {
-                thread::park_timeout(left);
-                let state = self.shared.lock();
-                if state.stopped || state.stand_down != stand_down || state.epoch != self.epoch {
-                    break;
-                }
+                next = next.min(echo.max(now));
+            }
+            self.wait(&mut next, stand_down);
+        }
+    }
+
+    /// Waits until `next`, which comes nearer if a sample is worth taking before.
+    fn wait(&mut self, next: &mut Instant, stand_down: bool) {
+        let began = Instant::now();
+        loop {
+            let now = Instant::now();
+            let Some(left) = next.checked_duration_since(now).filter(|left| !left.is_zero()) else { return };
+            let ended = self.pause(left);
+            let mut state = self.shared.lock();
+            if state.stopped || state.stand_down != stand_down || state.epoch != self.epoch {
+                // What was waited for is not to be waited for any longer.
+                *next = Instant::now();
+                return;
+            }
+            if stand_down {
+                continue;
+            }
+            let now = Instant::now();
+            if std::mem::take(&mut state.soon) {
+                *next = (*next).min(now.max(began + SOONEST));
+            }
+            if ended && state.eager {
+                let (first, second) = AFTER_END;
+                *next = (*next).min((now + first).max(began + SOONEST));
+                self.echo = Some(now + second);
             }
         }
+    }
+
+    /// Waits until somebody wakes the thread. Says whether a process ended meanwhile.
+    fn pause(&self, left: Duration) -> bool {
+        let Some(waits) = &self.waits else {
+            thread::park_timeout(left);
+            return false;
+        };
+        let timeout = Timespec {
+            tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: i64::from(left.subsec_nanos()),
+        };
+        let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 2];
+        let count = epoll::wait(waits, &mut events[..], Some(&timeout)).unwrap_or(0);
+        let mut ended = false;
+        for event in events.iter().take(count) {
+            let data = event.data; // the struct is packed
+            match data.u64() {
+                WOKEN => {
+                    let mut woken = [0; 8];
+                    if let Some(wake) = &self.shared.wake {
+                        let _ = rustix::io::read(wake, &mut woken);
+                    }
+                }
+                _ => ended = true,
+            }
+        }
+        ended
     }
 
     /// Lets go of the driver. `None` if this thread was left behind; else how long to wait.
@@ -395,7 +516,8 @@ impl<'a> Sampling<'a> {
             state.infos.clone_from(&infos);
             state.devices.clone_from(&self.devices);
             drop(state);
-            (self.shared.send)(Report::Opened { version: driver.version().to_owned(), devices: infos });
+            let (version, limits) = (driver.version().to_owned(), driver.limits().is_ok());
+            (self.shared.send)(Report::Opened { version, devices: infos, limits });
         }
         Some(())
     }
@@ -433,7 +555,24 @@ impl<'a> Sampling<'a> {
             .collect();
         let late = at.saturating_duration_since(planned);
         (self.shared.send)(Report::Pass(Pass { at, wall, late, took: at.elapsed(), devices }));
+        self.limit(&driver)?;
         Some(Duration::ZERO)
+    }
+
+    /// Gives the driver the limits that wait. `None` if this thread was left behind.
+    fn limit(&mut self, driver: &Driver) -> Option<()> {
+        loop {
+            let (task, cgroups) = {
+                let mut state = self.shared.lock();
+                let Some((task, cgroups)) = state.limits.pop_front() else { return Some(()) };
+                state.limiting = Some(task.clone());
+                (task, cgroups)
+            };
+            let set = || limit(driver, &task, &cgroups);
+            let result = self.shared.call(self.epoch, Some(&task.device), set)?;
+            self.shared.lock().limiting = None;
+            (self.shared.send)(Report::Limited(Outcome { task, result }));
+        }
     }
 
     fn say(&mut self, what: Said) {
@@ -461,6 +600,50 @@ impl State {
     fn leaves_alone(&self, uuid: &Arc<str>) -> bool {
         self.hung.get(uuid).is_some_and(|hung| hung.until.is_none_or(|until| Instant::now() < until))
     }
+}
+
+/// What tells the two apart that end a wait.
+const WOKEN: u64 = 0;
+const ENDED: u64 = 1;
+
+/// What a thread waits for.
+fn waits(shared: &Shared, attributor: &Attributor) -> Option<OwnedFd> {
+    let waits = epoll::create(CreateFlags::CLOEXEC).ok()?;
+    epoll::add(&waits, shared.wake.as_ref()?, EventData::new_u64(WOKEN), EventFlags::IN).ok()?;
+    if let Some(exits) = attributor.exits() {
+        // Told once for each end: they are noted at the next sample only.
+        epoll::add(&waits, exits, EventData::new_u64(ENDED), EventFlags::IN | EventFlags::ET).ok()?;
+    }
+    Some(waits)
+}
+
+/// Sets, or lifts, the limit of a pod's cgroups.
+fn limit(driver: &Driver, task: &Task, cgroups: &[PathBuf]) -> Result<(), Failure> {
+    let unavailable = |error: Unavailable| {
+        let reason = match &error {
+            Unavailable::NoCgroup2 { .. } => StrengthReason::NoCgroupV2,
+            Unavailable::Mig => StrengthReason::KernelLimitsMig,
+            _ => StrengthReason::NoKernelLimits,
+        };
+        Failure::Unavailable(reason, error.to_string())
+    };
+    let limits = driver.limits().map_err(unavailable)?;
+    let Some((pod, containers)) = cgroups.split_first() else { return Err(Failure::NoCgroup) };
+    let set = |cgroup: &PathBuf| match task.bytes {
+        Some(bytes) => limits.set(&task.device, cgroup, bytes),
+        None => limits.clear(&task.device, cgroup),
+    };
+    set(pod).map_err(|error| match error {
+        LimitError::Unavailable(error) => unavailable(error),
+        LimitError::Call(error) => Failure::Refused(error.to_string()),
+    })?;
+    for container in containers {
+        // It may have ended meanwhile, and the pod's own limit holds all of them.
+        if let Err(error) = set(container) {
+            warn!(cgroup = %container.display(), %error, "a container is not shown the limit of its pod");
+        }
+    }
+    Ok(())
 }
 
 fn devices(infos: &[DeviceInfo]) -> Devices {

@@ -21,7 +21,8 @@ use gpusim::{
 };
 use highwater_crds::{
     Action, ActionType, Breach, Breaker, BreakerScope, ByteSize, DefaultQuota, DeviceRule, GpuMemoryNode,
-    GpuMemoryNodeSpec, Mode, Partition, PlanBreaker, PlanLayer, PlanQuota, Quota, Watermark, names,
+    GpuMemoryNodeSpec, KernelLimits, Mode, Partition, PlanBreaker, PlanLayer, PlanQuota, Quota, Watermark,
+    names,
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -285,6 +286,7 @@ fn plan() -> GpuMemoryNodeSpec {
             default: Some(DefaultQuota { guarantee: None, limit: LIMIT }),
             rules: vec![],
             breach: Some(Breach { tolerance: None, hold_milliseconds: 0, actions: signal() }),
+            kernel_limits: KernelLimits::default(),
         },
     };
     let rule = DeviceRule {
@@ -292,6 +294,7 @@ fn plan() -> GpuMemoryNodeSpec {
         partition: Partition::Whole,
         quota_policies: vec![policy()],
         driver_reserve: None,
+        pool: None,
         breakers: vec![breaker],
     };
     let layer = PlanLayer { mode: Mode::Enforce, rules: vec![rule], quotas: vec![quota] };

@@ -27,6 +27,7 @@ const AGAIN_AFTER: Duration = Duration::from_secs(5);
 /// Something to tell about a pod.
 #[derive(Debug)]
 pub(crate) struct Notice {
+    type_: EventType,
     regarding: ObjectReference,
     reason: &'static str,
     action: &'static str,
@@ -36,6 +37,21 @@ pub(crate) struct Notice {
 impl Notice {
     /// A warning.
     pub(crate) fn warning(pod: &Arc<Pod>, reason: &'static str, action: &'static str, note: String) -> Self {
+        Self::new(EventType::Warning, pod, reason, action, note)
+    }
+
+    /// Something that is as it should be.
+    pub(crate) fn normal(pod: &Arc<Pod>, reason: &'static str, action: &'static str, note: String) -> Self {
+        Self::new(EventType::Normal, pod, reason, action, note)
+    }
+
+    fn new(
+        type_: EventType,
+        pod: &Arc<Pod>,
+        reason: &'static str,
+        action: &'static str,
+        note: String,
+    ) -> Self {
         let regarding = ObjectReference {
             api_version: Some("v1".to_owned()),
             kind: Some("Pod".to_owned()),
@@ -44,7 +60,7 @@ impl Notice {
             uid: Some(pod.uid.to_string()),
             ..ObjectReference::default()
         };
-        Self { regarding, reason, action, note }
+        Self { type_, regarding, reason, action, note }
     }
 }
 
@@ -66,7 +82,7 @@ pub(super) fn start(client: Client, node: &str) -> mpsc::Sender<Notice> {
 
 async fn tell(recorder: &Recorder, notice: &Notice) {
     let event = Event {
-        type_: EventType::Warning,
+        type_: notice.type_,
         reason: notice.reason.to_owned(),
         note: Some(notice.note.chars().take(1000).collect()),
         action: notice.action.to_owned(),

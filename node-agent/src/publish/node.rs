@@ -1,6 +1,6 @@
 //! The node's `GpuMemoryNode`: created with an empty plan, status written on change only.
 
-use highwater_crds::{GpuMemoryNode, GpuMemoryNodeStatus, HeadroomBand, names::manager};
+use highwater_crds::{GpuMemoryNode, GpuMemoryNodeStatus, HeadroomBand, StrengthCounts, names::manager};
 use highwater_policy::{node_status, time::Millis};
 use kube::{
     Api, Client, Resource,
@@ -151,6 +151,8 @@ fn urgent(status: &GpuMemoryNodeStatus) -> GpuMemoryNodeStatus {
         device.pods = 0;
         device.over = 0;
         device.headroom = HeadroomBand::Unknown;
+        device.strengths = StrengthCounts::default();
+        device.overshoot = None;
     }
     status
 }

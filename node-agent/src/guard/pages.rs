@@ -1,0 +1,140 @@
+//! The two pages of a guarded pod, as the agent has them.
+
+use std::{
+    fmt, io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use highwater_guard_abi::{
+    MAX_DEVICES,
+    page::{MapError, QuotaPage, UsagePage},
+};
+
+/// The pages of a pod, with the descriptors that its guards are given.
+pub(crate) struct Pages {
+    /// What it may have.
+    pub(crate) quota: QuotaPage,
+    /// What it has. The pod writes it as well: whatever is read here is untrusted.
+    pub(crate) usage: UsagePage,
+    /// What was counted of its guards.
+    pub(crate) tally: Tally,
+    quota_descriptor: OwnedFd,
+    usage_descriptor: OwnedFd,
+}
+
+/// What was counted of a pod's guards.
+#[derive(Debug, Default)]
+pub(crate) struct Tally {
+    refused: [AtomicU64; MAX_DEVICES],
+    /// Connections that sent what is no frame.
+    pub(crate) garbage: AtomicU64,
+}
+
+impl Tally {
+    /// A guard refused an allocation on the device of this ordinal.
+    pub(crate) fn refuse(&self, ordinal: usize) {
+        if let Some(refused) = self.refused.get(ordinal) {
+            refused.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// How many allocations its guards refused on the device of this ordinal, as far as they said so.
+    pub(crate) fn refused(&self, ordinal: usize) -> u64 {
+        self.refused.get(ordinal).map_or(0, |refused| refused.load(Ordering::Relaxed))
+    }
+}
+
+/// Why the pages of an earlier agent cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PagesError {
+    /// The usage page is none.
+    #[error(transparent)]
+    Map(#[from] MapError),
+    /// No new quota page could be made.
+    #[error("making a page: {0}")]
+    Io(#[from] io::Error),
+}
+
+impl Pages {
+    /// New ones.
+    pub(crate) fn create() -> io::Result<Self> {
+        let (usage, usage_descriptor) = UsagePage::create()?;
+        let (quota, quota_descriptor) = QuotaPage::create()?;
+        Ok(Self { quota, usage, tally: Tally::default(), quota_descriptor, usage_descriptor })
+    }
+
+    /// Those of an earlier agent: what the pod has charged stands. Nobody can write the old quota page
+    /// any more, so there is a new one, for which the guards connect again.
+    pub(crate) fn resume(usage_descriptor: OwnedFd) -> Result<Self, PagesError> {
+        let usage = UsagePage::map(usage_descriptor.as_fd())?;
+        usage.recover();
+        let (quota, quota_descriptor) = QuotaPage::create()?;
+        Ok(Self { quota, usage, tally: Tally::default(), quota_descriptor, usage_descriptor })
+    }
+
+    /// What a guard is given: quota page and usage page.
+    pub(crate) fn descriptors(&self) -> [BorrowedFd<'_>; 2] {
+        [self.quota_descriptor.as_fd(), self.usage_descriptor.as_fd()]
+    }
+
+    /// What is kept for a later agent.
+    pub(crate) fn kept(&self) -> BorrowedFd<'_> {
+        self.usage_descriptor.as_fd()
+    }
+}
+
+impl fmt::Debug for Pages {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pages").field("devices", &self.quota.len()).finish_non_exhaustive()
+    }
+}
+
+/// Bits of a token that are the PID: larger than any that the kernel gives (2^22).
+const PID_BITS: u32 = 23;
+
+/// What marks a slot as that of a process: its PID, and when it started, so that a PID that is used
+/// again is not taken for its former owner.
+pub(crate) fn token(pid: u32, start_ticks: u64) -> u64 {
+    start_ticks << PID_BITS | u64::from(pid & ((1 << PID_BITS) - 1))
+}
+
+/// The PID of a token. The pod could have written anything there.
+pub(crate) fn token_pid(token: u64) -> u32 {
+    u32::try_from(token & ((1 << PID_BITS) - 1)).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use highwater_guard_abi::{charge::Charge, page::QuotaView};
+
+    use super::*;
+
+    #[test]
+    fn what_was_charged_outlives_the_agent_and_its_quota_page() {
+        let first = Pages::create().unwrap();
+        let slot = first.usage.claim_any(token(7, 9)).unwrap();
+        assert_eq!(first.usage.charge(slot, 0, 4096, u64::MAX, u64::MAX), Charge::Granted);
+        let kept = first.kept().try_clone_to_owned().unwrap();
+        drop(first);
+        let second = Pages::resume(kept).unwrap();
+        assert_eq!(second.usage.charged(0), 4096);
+        assert_eq!(second.usage.slots_in_use().collect::<Vec<_>>(), [(slot, token(7, 9))]);
+        assert!(QuotaView::map(second.descriptors()[0]).unwrap().is_empty());
+    }
+
+    #[test]
+    fn what_is_no_page_is_not_taken_for_one() {
+        let other = QuotaPage::create().unwrap().1;
+        assert!(matches!(Pages::resume(other), Err(PagesError::Map(_))));
+        let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+        assert!(matches!(Pages::resume(file), Err(PagesError::Map(_))));
+    }
+
+    #[test]
+    fn a_token_tells_a_process_from_a_later_one_of_the_same_pid() {
+        assert_ne!(token(7, 9), token(7, 10));
+        assert_eq!(token_pid(token(4_194_304, 1 << 40)), 4_194_304);
+        assert_ne!(token(1, 0), 0);
+    }
+}
