@@ -10,16 +10,31 @@ use std::{
 };
 
 use anyhow::{Context, Result};
+use highwater_crds::names::{GUARD_DRIVER, GUARD_LABEL, GUARD_MOUNT, GUARD_PRELOAD, GUARD_VOLUME};
 use serde_json::{Value, json};
 
 /// Values that the schema must refuse: a misspelt or misplaced value is never silently ignored.
-const REFUSED: [&str; 5] = [
+const REFUSED: [&str; 8] = [
     "agent.sampleIntervalMiliseconds=100",
     "agent.sampleIntervalMilliseconds=5",
     "paused=true",
     "operator.replicas=-1",
     "driver.libraryPath=relative/path",
+    "keeper.stateDir=run/keeper",
+    "keeper.nodeSelector.gpu=true",
+    "guard.enable=false",
 ];
+
+/// Kinds that a cluster may lack, and by which the charts look for them.
+const PROMETHEUS: [&str; 2] =
+    ["monitoring.coreos.com/v1/PodMonitor", "monitoring.coreos.com/v1/PrometheusRule"];
+
+/// The versions of the kind that injects the guard: of 1.36 and later, and as it can be switched on
+/// before.
+const INJECTION: [&str; 2] = ["v1", "v1beta1"];
+
+/// Namespace that the charts are rendered for.
+const NAMESPACE: &str = "highwater-system";
 
 /// One message for each thing that is wrong with the charts.
 pub(crate) fn check(root: &Path) -> Result<Vec<String>> {
@@ -42,7 +57,8 @@ pub(crate) fn check(root: &Path) -> Result<Vec<String>> {
     values.sort();
     for file in values {
         let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        let rendered = match render(root, &helm, &["--values", &file.to_string_lossy()])? {
+        let served = kinds(Some(INJECTION[0]));
+        let rendered = match render(root, &helm, &served, &["--values", &file.to_string_lossy()])? {
             Ok(rendered) => rendered,
             Err(output) => {
                 problems.push(format!("helm template with {name}:\n{output}"));
@@ -52,16 +68,49 @@ pub(crate) fn check(root: &Path) -> Result<Vec<String>> {
         let objects = parse(&rendered).with_context(|| format!("reading what {name} renders"))?;
         let privileged = name.starts_with("privileged");
         problems.extend(
-            broken_promises(&objects, privileged).into_iter().map(|broken| format!("{name}: {broken}")),
+            broken_promises(&objects, privileged)
+                .into_iter()
+                .chain(guard_faults(&objects))
+                .map(|broken| format!("{name}: {broken}")),
         );
         problems.extend(unknown_flags(root, &objects).into_iter().map(|flag| format!("{name}: {flag}")));
     }
     for set in REFUSED {
-        if render(root, &helm, &["--set", set])?.is_ok() {
+        if render(root, &helm, &kinds(None), &["--set", set])?.is_ok() {
             problems.push(format!("--set {set} is accepted"));
         }
     }
+    for version in [None, Some(INJECTION[0]), Some(INJECTION[1])] {
+        problems.extend(injection_faults(root, &helm, version)?);
+    }
     Ok(problems)
+}
+
+/// What is wrong where the cluster serves this version of the injecting kind, or none.
+fn injection_faults(root: &Path, helm: &str, version: Option<&str>) -> Result<Vec<String>> {
+    let served = version.unwrap_or("no version");
+    let rendered = match render(root, helm, &kinds(version), &[])? {
+        Ok(rendered) => rendered,
+        Err(output) => return Ok(vec![format!("helm template with {served} of injection:\n{output}")]),
+    };
+    let objects = parse(&rendered)?;
+    let wanted = version.map(|version| format!("admissionregistration.k8s.io/{version}"));
+    let mut faults = Vec::new();
+    for kind in ["MutatingAdmissionPolicy", "MutatingAdmissionPolicyBinding"] {
+        let found: Vec<&str> =
+            of_kind(&objects, kind).filter_map(|object| text(object, "/apiVersion")).collect();
+        if found != wanted.as_deref().into_iter().collect::<Vec<_>>() {
+            faults.push(format!("where {served} of injection is served, {kind} is rendered as {found:?}"));
+        }
+    }
+    Ok(faults)
+}
+
+/// The optional kinds of a cluster that injects by this version, or does not.
+fn kinds(injection: Option<&str>) -> Vec<String> {
+    let injection =
+        injection.map(|version| format!("admissionregistration.k8s.io/{version}/MutatingAdmissionPolicy"));
+    PROMETHEUS.iter().map(|kind| (*kind).to_owned()).chain(injection).collect()
 }
 
 /// Helm, from $HELM or the search path.
@@ -85,20 +134,17 @@ fn run(root: &Path, program: &str, arguments: &[&str]) -> Result<Result<String, 
     })
 }
 
-fn render(root: &Path, helm: &str, extra: &[&str]) -> Result<Result<String, String>> {
+fn render(root: &Path, helm: &str, served: &[String], extra: &[&str]) -> Result<Result<String, String>> {
     let mut arguments = vec![
         "template",
         "highwater",
         "charts/highwater",
         "--namespace",
-        "highwater-system",
+        NAMESPACE,
         "--kube-version",
         "1.34.0",
-        "--api-versions",
-        "monitoring.coreos.com/v1/PodMonitor",
-        "--api-versions",
-        "monitoring.coreos.com/v1/PrometheusRule",
     ];
+    arguments.extend(served.iter().flat_map(|kind| ["--api-versions", kind.as_str()]));
     arguments.extend(extra);
     run(root, helm, &arguments)
 }
@@ -125,8 +171,8 @@ fn broken_promises(objects: &[Value], privileged: bool) -> Vec<String> {
             say("lacks the standard labels");
         }
         if let Some(pod) = object.pointer("/spec/template/spec") {
-            let agent = kind == "DaemonSet";
-            for fault in pod_faults(pod, agent, agent && privileged) {
+            let part = Part::of(object);
+            for fault in pod_faults(pod, part, privileged && part != Part::Other) {
                 say(&fault);
             }
             let account = text(pod, "/serviceAccountName").unwrap_or_default();
@@ -143,18 +189,42 @@ fn broken_promises(objects: &[Value], privileged: bool) -> Vec<String> {
     broken
 }
 
+/// Who a pod is, as far as it matters for what it may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Part {
+    Agent,
+    Keeper,
+    Other,
+}
+
+impl Part {
+    fn of(object: &Value) -> Self {
+        match text(object, "/metadata/labels/app.kubernetes.io~1component") {
+            Some("agent") => Self::Agent,
+            Some("keeper") => Self::Keeper,
+            _ => Self::Other,
+        }
+    }
+}
+
 /// The capabilities that `agent.evidence` takes, and no other.
 fn evidence() -> Value {
     json!({"drop": ["ALL"], "add": ["DAC_READ_SEARCH", "SYS_PTRACE"]})
 }
 
-fn pod_faults(pod: &Value, agent: bool, privileged: bool) -> Vec<String> {
+fn pod_faults(pod: &Value, part: Part, privileged: bool) -> Vec<String> {
     let mut faults = Vec::new();
-    if !agent && pod.pointer("/securityContext/runAsNonRoot") != Some(&json!(true)) {
+    if part == Part::Other && pod.pointer("/securityContext/runAsNonRoot") != Some(&json!(true)) {
         faults.push("may run as root".to_owned());
     }
-    if !agent && (pod.get("hostPID").is_some() || pod.get("volumes").is_some()) {
+    if part != Part::Agent && pod.get("hostPID").is_some() {
+        faults.push("sees the processes of the host".to_owned());
+    }
+    if part == Part::Other && pod.get("volumes").is_some() {
         faults.push("reaches into the host".to_owned());
+    }
+    if part == Part::Keeper && pod.get("automountServiceAccountToken") != Some(&json!(false)) {
+        faults.push("has a token for the API server".to_owned());
     }
     let tolerates = pod.pointer("/tolerations").and_then(Value::as_array).into_iter().flatten();
     if !tolerates
@@ -169,7 +239,7 @@ fn pod_faults(pod: &Value, agent: bool, privileged: bool) -> Vec<String> {
             faults.push("may write to its root file system".to_owned());
         }
         let capable = !has("/securityContext/capabilities", json!({"drop": ["ALL"]}))
-            && (!agent || !has("/securityContext/capabilities", evidence()));
+            && (part != Part::Agent || !has("/securityContext/capabilities", evidence()));
         if !privileged
             && (capable
                 || !has("/securityContext/allowPrivilegeEscalation", json!(false))
@@ -184,6 +254,131 @@ fn pod_faults(pod: &Value, agent: bool, privileged: bool) -> Vec<String> {
         }
     }
     faults
+}
+
+/// What is wrong between agent, keeper and guard.
+fn guard_faults(objects: &[Value]) -> Vec<String> {
+    let mut faults = Vec::new();
+    let part = |part: Part| of_kind(objects, "DaemonSet").find(|object| Part::of(object) == part);
+    let (agent, keeper) = (part(Part::Agent), part(Part::Keeper));
+    let socket = agent.into_iter().flat_map(arguments).find_map(|a| a.strip_prefix("--keeper-socket="));
+    let shared = |folder: &str, daemon_set: &Value| {
+        host_paths(daemon_set).any(|path| path == folder) && mounts(daemon_set).any(|path| path == folder)
+    };
+    match (keeper, socket.and_then(|socket| socket.rsplit_once('/'))) {
+        (None, None) => {}
+        (Some(keeper), Some((folder, _))) => {
+            if ![agent, Some(keeper)].into_iter().flatten().all(|daemon_set| shared(folder, daemon_set)) {
+                faults.push(format!("agent and keeper do not both have the folder {folder}"));
+            }
+            let strategy = |pointer: &str| keeper.pointer(pointer).cloned().unwrap_or_default();
+            if strategy("/spec/updateStrategy/type") == "RollingUpdate"
+                && (strategy("/spec/updateStrategy/rollingUpdate/maxSurge") != 1
+                    || strategy("/spec/updateStrategy/rollingUpdate/maxUnavailable") != 0)
+            {
+                faults.push("an upgrade ends the keeper before another has what it holds".to_owned());
+            }
+        }
+        (keeper, socket) => faults.push(format!(
+            "the agent's --keeper-socket is {socket:?}, and a keeper is {}there",
+            if keeper.is_some() { "" } else { "not " },
+        )),
+    }
+    let serves = keeper.is_some_and(|keeper| arguments(keeper).any(|a| a.starts_with("--guard-library=")));
+    let drivers: Vec<&Value> = of_kind(objects, "CSIDriver").collect();
+    if drivers.len() != usize::from(serves) {
+        faults.push(format!("{} CSIDrivers, and the keeper serves volumes: {serves}", drivers.len()));
+    }
+    for driver in drivers {
+        let spec = driver.pointer("/spec").cloned().unwrap_or_default();
+        let has = |field: &str, value: Value| spec.get(field) == Some(&value);
+        if text(driver, "/metadata/name") != Some(GUARD_DRIVER)
+            || !has("podInfoOnMount", json!(true))
+            || !has("attachRequired", json!(false))
+            || !has("volumeLifecycleModes", json!(["Ephemeral"]))
+            || !has("fsGroupPolicy", json!("None"))
+        {
+            faults.push(format!("not the driver that the keeper serves: {driver}"));
+        }
+    }
+    faults.extend(admission_faults(objects, serves));
+    faults
+}
+
+/// What is wrong with the policies about pods.
+fn admission_faults(objects: &[Value], serves: bool) -> Vec<String> {
+    let mut faults = Vec::new();
+    for kind in ["MutatingAdmissionPolicy", "ValidatingAdmissionPolicy"] {
+        let bound: Vec<&str> = objects
+            .iter()
+            .filter(|object| text(object, "/kind").is_some_and(|binding| binding == format!("{kind}Binding")))
+            .filter_map(|object| text(object, "/spec/policyName"))
+            .collect();
+        for policy in of_kind(objects, kind) {
+            let name = text(policy, "/metadata/name").unwrap_or("?");
+            if !bound.contains(&name) {
+                faults.push(format!("{kind} {name} is bound by nothing"));
+            }
+        }
+    }
+    for policy in of_kind(objects, "MutatingAdmissionPolicy") {
+        let mut say = |what: &str| faults.push(format!("the injection of the guard {what}"));
+        if !serves {
+            say("adds volumes that nobody serves");
+        }
+        if text(policy, "/spec/failurePolicy") != Some("Ignore") {
+            say("may keep pods from running");
+        }
+        if text(policy, "/spec/reinvocationPolicy") != Some("IfNeeded") {
+            say("misses containers that others add");
+        }
+        let rules = "/spec/matchConstraints";
+        let label = policy.pointer(&format!("{rules}/objectSelector/matchLabels")).cloned();
+        if label != Some(json!({GUARD_LABEL: "true"})) {
+            say("meets pods that did not opt in");
+        }
+        let excluded = policy.pointer(&format!("{rules}/namespaceSelector/matchExpressions/0"));
+        let spared = |namespace: &str| {
+            let names = excluded.and_then(|e| e.get("values")).and_then(Value::as_array);
+            excluded.is_some_and(|e| text(e, "/operator") == Some("NotIn"))
+                && names.into_iter().flatten().any(|name| name == namespace)
+        };
+        if !spared("kube-system") || !spared(NAMESPACE) {
+            say("meets pods of the system");
+        }
+        let change = text(policy, "/spec/mutations/0/applyConfiguration/expression").unwrap_or_default();
+        let parts =
+            ["containers: ", "initContainers: ", GUARD_DRIVER, GUARD_VOLUME, GUARD_MOUNT, GUARD_PRELOAD];
+        if !parts.iter().all(|part| change.contains(part)) {
+            say("is not whole");
+        }
+    }
+    faults
+}
+
+/// The arguments of every container.
+fn arguments(daemon_set: &Value) -> impl Iterator<Item = &str> {
+    containers(daemon_set)
+        .filter_map(|container| container.get("args").and_then(Value::as_array))
+        .flatten()
+        .filter_map(Value::as_str)
+}
+
+fn mounts(daemon_set: &Value) -> impl Iterator<Item = &str> {
+    containers(daemon_set)
+        .filter_map(|container| container.get("volumeMounts").and_then(Value::as_array))
+        .flatten()
+        .filter_map(|mount| text(mount, "/mountPath"))
+}
+
+fn host_paths(daemon_set: &Value) -> impl Iterator<Item = &str> {
+    let volumes = daemon_set.pointer("/spec/template/spec/volumes").and_then(Value::as_array);
+    volumes.into_iter().flatten().filter_map(|volume| text(volume, "/hostPath/path"))
+}
+
+fn containers(object: &Value) -> impl Iterator<Item = &Value> {
+    let containers = object.pointer("/spec/template/spec/containers").and_then(Value::as_array);
+    containers.into_iter().flatten()
 }
 
 fn role_faults(role: &Value, name: &str) -> Vec<String> {
@@ -218,15 +413,7 @@ fn unknown_flags(root: &Path, objects: &[Value]) -> Vec<String> {
     {
         let code = sources_below(&root.join(sources));
         for object in of_kind(objects, kind) {
-            let containers = object.pointer("/spec/template/spec/containers").and_then(Value::as_array);
-            for argument in containers
-                .into_iter()
-                .flatten()
-                .filter_map(|container| container.get("args").and_then(Value::as_array))
-                .flatten()
-                .filter_map(Value::as_str)
-                .filter_map(|argument| argument.strip_prefix("--"))
-            {
+            for argument in arguments(object).filter_map(|argument| argument.strip_prefix("--")) {
                 let flag = argument.split('=').next().unwrap_or_default();
                 // clap derives the flag from the name of the field.
                 if !code.contains(&format!("{}:", flag.replace('-', "_")))
@@ -266,19 +453,84 @@ fn text<'a>(value: &'a Value, pointer: &str) -> Option<&'a str> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_container_that_keeps_capabilities_is_found() {
-        let pod = json!({"securityContext": {"runAsNonRoot": true},
+    fn pod() -> Value {
+        json!({"securityContext": {"runAsNonRoot": true},
             "tolerations": [{"key": "highwater.dev/memory-pressure"}],
             "containers": [{"securityContext": {"readOnlyRootFilesystem": true},
-                "resources": {"requests": {"cpu": "1m"}, "limits": {"memory": "1Mi"}}}]});
-        assert_eq!(pod_faults(&pod, false, false), ["has more privilege than it needs"]);
-        let mut agent = pod.clone();
+                "resources": {"requests": {"cpu": "1m"}, "limits": {"memory": "1Mi"}}}]})
+    }
+
+    #[test]
+    fn a_container_that_keeps_capabilities_is_found() {
+        assert_eq!(pod_faults(&pod(), Part::Other, false), ["has more privilege than it needs"]);
+        let mut agent = pod();
         let context = &mut agent["containers"][0]["securityContext"];
         context["allowPrivilegeEscalation"] = json!(false);
         context["capabilities"] = evidence();
-        assert!(pod_faults(&agent, true, false).is_empty());
-        assert_eq!(pod_faults(&agent, false, false), ["has more privilege than it needs"]);
+        assert!(pod_faults(&agent, Part::Agent, false).is_empty());
+        assert_eq!(pod_faults(&agent, Part::Other, false), ["has more privilege than it needs"]);
+    }
+
+    #[test]
+    fn a_keeper_with_a_token_or_the_agents_capabilities_is_found() {
+        let mut keeper = pod();
+        let context = &mut keeper["containers"][0]["securityContext"];
+        context["allowPrivilegeEscalation"] = json!(false);
+        context["capabilities"] = json!({"drop": ["ALL"]});
+        assert_eq!(pod_faults(&keeper, Part::Keeper, false), ["has a token for the API server"]);
+        keeper["automountServiceAccountToken"] = json!(false);
+        assert!(pod_faults(&keeper, Part::Keeper, false).is_empty());
+        keeper["containers"][0]["securityContext"]["capabilities"] = evidence();
+        keeper["hostPID"] = json!(true);
+        assert_eq!(
+            pod_faults(&keeper, Part::Keeper, false),
+            ["sees the processes of the host", "has more privilege than it needs"]
+        );
+    }
+
+    /// A DaemonSet with a folder of the host and one argument.
+    fn daemon_set(component: &str, folder: &str, argument: &str) -> Value {
+        json!({"kind": "DaemonSet", "metadata": {"labels": {"app.kubernetes.io/component": component}},
+            "spec": {"updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+                "template": {"spec": {
+                    "containers": [{"args": [argument], "volumeMounts": [{"mountPath": folder}]}],
+                    "volumes": [{"hostPath": {"path": folder}}]}}}})
+    }
+
+    #[test]
+    fn an_agent_that_looks_for_the_keeper_elsewhere_is_found() {
+        let agent = daemon_set("agent", "/run/k", "--keeper-socket=/run/k/keeper.sock");
+        let keeper = daemon_set("keeper", "/run/k", "serve");
+        assert_eq!(guard_faults(&[agent.clone(), keeper.clone()]), Vec::<String>::new());
+        let elsewhere = daemon_set("keeper", "/run/other", "serve");
+        assert_eq!(
+            guard_faults(&[agent.clone(), elsewhere]),
+            ["agent and keeper do not both have the folder /run/k"]
+        );
+        assert_eq!(guard_faults(&[agent]).len(), 1, "a socket and no keeper");
+        assert_eq!(guard_faults(&[keeper]).len(), 1, "a keeper and no socket");
+    }
+
+    #[test]
+    fn a_keeper_that_is_replaced_before_it_handed_over_is_found() {
+        let agent = daemon_set("agent", "/run/k", "--keeper-socket=/run/k/keeper.sock");
+        let mut keeper = daemon_set("keeper", "/run/k", "serve");
+        keeper["spec"]["updateStrategy"]["rollingUpdate"] = json!({"maxSurge": 0, "maxUnavailable": 1});
+        assert_eq!(
+            guard_faults(&[agent, keeper]),
+            ["an upgrade ends the keeper before another has what it holds"]
+        );
+    }
+
+    #[test]
+    fn an_injection_without_a_server_or_without_bounds_is_found() {
+        let policy = json!({"kind": "MutatingAdmissionPolicy", "metadata": {"name": "a"}, "spec": {}});
+        let faults = admission_faults(&[policy], false);
+        for fault in
+            ["bound by nothing", "nobody serves", "keep pods from running", "did not opt in", "of the system"]
+        {
+            assert!(faults.iter().any(|found| found.contains(fault)), "{fault} is not in {faults:?}");
+        }
     }
 
     #[test]

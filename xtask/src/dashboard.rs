@@ -114,44 +114,128 @@ fn filled_in(query: &str) -> String {
 }
 
 fn rows() -> Vec<Row> {
-    vec![fleet(), node(), pod(), agent(), operator()]
+    vec![fleet(), node(), pod(), pool(), guard(), agent(), operator()]
+}
+
+/// A metric of devices, as far as the node is selected.
+macro_rules! of_node {
+    ($metric:literal) => {
+        concat!($metric, r#"{node=~"$node"}"#)
+    };
+}
+
+/// A metric of pods, as far as node, namespace and pod are selected.
+macro_rules! of_pod {
+    ($metric:literal) => {
+        concat!($metric, r#"{node=~"$node", namespace=~"$namespace", pod=~"$pod"}"#)
+    };
+}
+
+/// One series for each pod and device.
+macro_rules! each_pod {
+    ($metric:literal) => {
+        concat!("max by (node, device, namespace, pod) (", of_pod!($metric), ")")
+    };
+}
+
+/// One series for each device.
+macro_rules! each_device {
+    ($metric:literal) => {
+        concat!("max by (node, device) (", of_node!($metric), ")")
+    };
+}
+
+/// What 99 of 100 stay below, on each node.
+macro_rules! p99 {
+    ($histogram:literal) => {
+        concat!(
+            "histogram_quantile(0.99, sum by (node, le) (rate(",
+            of_node!($histogram),
+            "[$__rate_interval])))"
+        )
+    };
+}
+
+/// How fast a counter rises, on each node.
+macro_rules! node_rate {
+    ($counter:literal) => {
+        concat!("sum by (node) (rate(", of_node!($counter), "[$__rate_interval]))")
+    };
+}
+
+const DEVICE: &str = "{{node}} {{device}}";
+const POD: &str = "{{namespace}}/{{pod}} {{node}} {{device}}";
+const HALF: (u64, u64) = (12, 8);
+const LOW_HALF: (u64, u64) = (12, 6);
+const WHOLE: (u64, u64) = (24, 8);
+
+type Query = (&'static str, &'static str);
+
+/// A number.
+fn stat(title: &'static str, description: &'static str, query: &'static str) -> Panel {
+    let queries = vec![(query, "")];
+    Panel { title, description, draw: Draw::Stat, unit: "short", queries, size: (4, 4) }
+}
+
+/// Lines over time.
+fn lines<const N: usize>(
+    title: &'static str,
+    description: &'static str,
+    unit: &'static str,
+    size: (u64, u64),
+    queries: [Query; N],
+) -> Panel {
+    Panel { title, description, draw: Draw::Lines, unit, queries: queries.into(), size }
+}
+
+/// Bytes that add up.
+fn stack(title: &'static str, description: &'static str, query: Query) -> Panel {
+    Panel { title, description, draw: Draw::Stack, unit: "bytes", queries: vec![query], size: HALF }
+}
+
+/// A table over the whole width.
+fn table<const N: usize>(
+    title: &'static str,
+    description: &'static str,
+    unit: &'static str,
+    queries: [Query; N],
+) -> Panel {
+    Panel { title, description, draw: Draw::Table, unit, queries: queries.into(), size: WHOLE }
 }
 
 /// The fleet in six numbers.
 fn fleet_numbers() -> Vec<Panel> {
-    let stat = |title, description, query| Panel {
-        title,
-        description,
-        draw: Draw::Stat,
-        unit: "short",
-        queries: vec![(query, "")],
-        size: (4, 4),
-    };
     vec![
         stat(
             "Devices measured",
             "Devices for which the driver answers.",
-            r#"sum(highwater_device_up{node=~"$node"})"#,
+            concat!("sum(", of_node!("highwater_device_up"), ")"),
         ),
         stat(
             "Devices not measured",
             "Devices for which the driver does not answer.",
-            r#"count(highwater_device_up{node=~"$node"} == 0) or vector(0)"#,
+            concat!("count(", of_node!("highwater_device_up"), " == 0) or vector(0)"),
         ),
         stat(
             "Devices above Normal",
             "Devices on which a breaker, in any mode, has tripped.",
-            r#"count(max by (node, device) (highwater_device_level{node=~"$node"}) > 0) or vector(0)"#,
+            concat!("count(", each_device!("highwater_device_level"), " > 0) or vector(0)"),
         ),
         stat(
             "Pods over their limit",
             "Pods that hold more than their quota on a device.",
-            r#"count(highwater_pod_memory_used_bytes{node=~"$node"} > highwater_pod_memory_limit_bytes{node=~"$node"}) or vector(0)"#,
+            concat!(
+                "count(",
+                of_node!("highwater_pod_memory_used_bytes"),
+                " > ",
+                of_node!("highwater_pod_memory_limit_bytes"),
+                ") or vector(0)"
+            ),
         ),
         stat(
             "Open incidents",
             "Incidents without a final decision.",
-            r#"sum(highwater_incidents_open{node=~"$node"})"#,
+            concat!("sum(", of_node!("highwater_incidents_open"), ")"),
         ),
         stat(
             "Fleet breaker",
@@ -164,58 +248,54 @@ fn fleet_numbers() -> Vec<Panel> {
 fn fleet() -> Row {
     let mut panels = fleet_numbers();
     panels.extend([
-            Panel {
-                title: "Who holds the fleet's memory",
-                description: "The ledger of all devices. The buckets add up to the capacity.",
-                draw: Draw::Stack,
-                unit: "bytes",
-                queries: vec![(
-                    r#"sum by (bucket) (highwater_device_memory_bytes{node=~"$node"})"#,
-                    "{{bucket}}",
-                )],
-                size: (12, 8),
-            },
-            Panel {
-                title: "Fullest device of each node",
-                description: "Used over usable memory, as breakers see it.",
-                draw: Draw::Lines,
-                unit: "percentunit",
-                queries: vec![(r#"max by (node) (highwater_device_usage_ratio{node=~"$node"})"#, "{{node}}")],
-                size: (12, 8),
-            },
-            Panel {
-                title: "Levels",
-                description: "Level of each device by mode: 0 Normal, 1 Warning, 2 Critical, 3 Emergency.",
-                draw: Draw::States,
-                unit: "short",
-                queries: vec![(
-                    r#"max by (node, device, mode) (highwater_device_level{node=~"$node"})"#,
-                    "{{node}} {{device}} {{mode}}",
-                )],
-                size: (12, 8),
-            },
-            Panel {
-                title: "Incidents decided in the last hour",
-                description: "Decisions on incidents by state and reason.",
-                draw: Draw::Lines,
-                unit: "short",
-                queries: vec![(
-                    "sum by (state, reason) (increase(highwater_incident_decisions_total[1h]))",
-                    "{{state}}/{{reason}}",
-                )],
-                size: (12, 8),
-            },
-            Panel {
-                title: "Devices",
-                description: "Every device, what it is and how full it is.",
-                draw: Draw::Table,
-                unit: "percentunit",
-                queries: vec![(
-                    r#"max by (node, device, product, partition, driver) (highwater_device_usage_ratio{node=~"$node"} * on (node, device) group_left (product, partition, driver) highwater_device_info{node=~"$node"})"#,
-                    "Use",
-                )],
-                size: (24, 8),
-            },
+        stack(
+            "Who holds the fleet's memory",
+            "The ledger of all devices. The buckets add up to the capacity.",
+            (concat!("sum by (bucket) (", of_node!("highwater_device_memory_bytes"), ")"), "{{bucket}}"),
+        ),
+        lines(
+            "Fullest device of each node",
+            "Used over usable memory, as breakers see it.",
+            "percentunit",
+            HALF,
+            [(concat!("max by (node) (", of_node!("highwater_device_usage_ratio"), ")"), "{{node}}")],
+        ),
+        Panel {
+            title: "Levels",
+            description: "Level of each device by mode: 0 Normal, 1 Warning, 2 Critical, 3 Emergency.",
+            draw: Draw::States,
+            unit: "short",
+            queries: vec![(
+                concat!("max by (node, device, mode) (", of_node!("highwater_device_level"), ")"),
+                "{{node}} {{device}} {{mode}}",
+            )],
+            size: HALF,
+        },
+        lines(
+            "Incidents decided in the last hour",
+            "Decisions on incidents by state and reason.",
+            "short",
+            HALF,
+            [(
+                "sum by (state, reason) (increase(highwater_incident_decisions_total[1h]))",
+                "{{state}}/{{reason}}",
+            )],
+        ),
+        table(
+            "Devices",
+            "Every device, what it is and how full it is.",
+            "percentunit",
+            [(
+                concat!(
+                    "max by (node, device, product, partition, driver) (",
+                    of_node!("highwater_device_usage_ratio"),
+                    " * on (node, device) group_left (product, partition, driver) ",
+                    of_node!("highwater_device_info"),
+                    ")"
+                ),
+                "Use",
+            )],
+        ),
     ]);
     Row { title: "Fleet", panels }
 }
@@ -224,39 +304,249 @@ fn node() -> Row {
     Row {
         title: "Node",
         panels: vec![
-            Panel {
-                title: "Who holds each device",
-                description: "The ledger of each device. The buckets add up to its capacity.",
-                draw: Draw::Stack,
-                unit: "bytes",
-                queries: vec![(
-                    r#"sum by (node, device, bucket) (highwater_device_memory_bytes{node=~"$node"})"#,
+            stack(
+                "Who holds each device",
+                "The ledger of each device. The buckets add up to its capacity.",
+                (
+                    concat!(
+                        "sum by (node, device, bucket) (",
+                        of_node!("highwater_device_memory_bytes"),
+                        ")"
+                    ),
                     "{{node}} {{device}} {{bucket}}",
-                )],
-                size: (12, 8),
-            },
-            Panel {
-                title: "Use of each device",
-                description: "Used over usable memory, as breakers see it.",
-                draw: Draw::Lines,
-                unit: "percentunit",
-                queries: vec![(
-                    r#"max by (node, device) (highwater_device_usage_ratio{node=~"$node"})"#,
-                    "{{node}} {{device}}",
-                )],
-                size: (12, 8),
-            },
-            Panel {
-                title: "Memory that no pod answers for",
-                description: "Processes of no pod, memory of processes that are gone, and memory that no process explains.",
-                draw: Draw::Lines,
-                unit: "bytes",
-                queries: vec![(
+                ),
+            ),
+            lines(
+                "Use of each device",
+                "Used over usable memory, as breakers see it.",
+                "percentunit",
+                HALF,
+                [(each_device!("highwater_device_usage_ratio"), DEVICE)],
+            ),
+            lines(
+                "Memory that no pod answers for",
+                "Processes of no pod, memory of processes that are gone, and memory that no process explains.",
+                "bytes",
+                HALF,
+                [(
                     r#"sum by (node, device, bucket) (highwater_device_memory_bytes{node=~"$node", bucket=~"foreign|zombie|unexplained"})"#,
                     "{{node}} {{device}} {{bucket}}",
                 )],
-                size: (12, 8),
+            ),
+        ],
+    }
+}
+
+/// What is held for whom.
+fn pool() -> Row {
+    Row {
+        title: "Pool",
+        panels: vec![
+            Panel {
+                size: (4, 8),
+                ..stat(
+                    "Keepers away",
+                    "Nodes whose keeper does not answer: their pools cannot change.",
+                    concat!("count(", of_node!("highwater_keeper_up"), " == 0) or vector(0)"),
+                )
             },
+            Panel {
+                size: (4, 8),
+                ..stat(
+                    "Pools that are short",
+                    "Devices whose pool has not all the memory that it promises.",
+                    concat!("count(", of_node!("highwater_pool_short_bytes"), " > 0) or vector(0)"),
+                )
+            },
+            Panel {
+                size: (4, 8),
+                ..stat(
+                    "Pods below their minimum",
+                    "Pods whose quota is enforced less firmly than its rule asks.",
+                    concat!("count(", of_node!("highwater_pod_strength_below_minimum"), ") or vector(0)"),
+                )
+            },
+            lines(
+                "Pool of each device",
+                "What the pool is to have, what the keeper holds of it, and what is given to pods, used or not.",
+                "bytes",
+                HALF,
+                [
+                    (
+                        concat!(each_device!("highwater_pool_size_bytes"), " or vector(0)"),
+                        "size {{node}} {{device}}",
+                    ),
+                    (
+                        concat!(each_device!("highwater_pool_ballast_bytes"), " or vector(0)"),
+                        "held {{node}} {{device}}",
+                    ),
+                    (
+                        concat!(
+                            "sum by (node, device) (",
+                            of_node!("highwater_pool_granted_bytes"),
+                            ") or vector(0)"
+                        ),
+                        "granted {{node}} {{device}}",
+                    ),
+                ],
+            ),
+            lines(
+                "Missing from the pools",
+                "What a pool promises and does not have, because others use the memory.",
+                "bytes",
+                HALF,
+                [(concat!(each_device!("highwater_pool_short_bytes"), " or vector(0)"), DEVICE)],
+            ),
+            lines(
+                "Granted",
+                "What the pool has given to each pod, used or not.",
+                "bytes",
+                HALF,
+                [(concat!(each_pod!("highwater_pool_granted_bytes"), " or vector(0)"), POD)],
+            ),
+            lines(
+                "Within reach",
+                "Free bytes that a pod could take although they are not owed to it. What the keeper holds is out of reach.",
+                "bytes",
+                HALF,
+                [(concat!(each_pod!("highwater_pod_overshoot_bytes"), " or vector(0)"), POD)],
+            ),
+        ],
+    }
+}
+
+fn pod() -> Row {
+    Row {
+        title: "Pod",
+        panels: vec![
+            table(
+                "Who holds what",
+                "What each pod holds on each device, its limit and what it is owed.",
+                "bytes",
+                [
+                    (each_pod!("highwater_pod_memory_used_bytes"), "Used"),
+                    (each_pod!("highwater_pod_memory_limit_bytes"), "Limit"),
+                    (each_pod!("highwater_pod_memory_due_bytes"), "Due"),
+                ],
+            ),
+            stack(
+                "Memory of each pod",
+                "What each pod holds on each device.",
+                (each_pod!("highwater_pod_memory_used_bytes"), POD),
+            ),
+            lines(
+                "Use against what is due",
+                "Above 100 % a pod holds more than its guarantee, or its limit where it has none.",
+                "percentunit",
+                HALF,
+                [(
+                    concat!(
+                        "max by (node, device, namespace, pod) (",
+                        of_pod!("highwater_pod_memory_used_bytes"),
+                        " / ",
+                        of_pod!("highwater_pod_memory_due_bytes"),
+                        ")"
+                    ),
+                    POD,
+                )],
+            ),
+            lines(
+                "Enforcement",
+                "Pods by how firmly their quota is enforced.",
+                "short",
+                LOW_HALF,
+                [(
+                    concat!("count by (strength) (", of_pod!("highwater_pod_strength_info"), ")"),
+                    "{{strength}}",
+                )],
+            ),
+            lines(
+                "Killed for host memory",
+                "Containers that the kernel killed for host memory in the last hour. These are no GPU fault.",
+                "short",
+                LOW_HALF,
+                [(
+                    concat!(
+                        "sum by (namespace, pod) (increase(",
+                        of_pod!("highwater_pod_host_oom_kills_total"),
+                        "[1h])) or vector(0)"
+                    ),
+                    "{{namespace}}/{{pod}}",
+                )],
+            ),
+        ],
+    }
+}
+
+/// How firmly quotas hold, and the views that should agree on it.
+fn guard() -> Row {
+    Row {
+        title: "Guard",
+        panels: vec![
+            table(
+                "Strength of each pod",
+                "How firmly the quota of each pod is enforced on each device.",
+                "short",
+                [(
+                    concat!(
+                        "max by (node, device, namespace, pod, strength) (",
+                        of_pod!("highwater_pod_strength_info"),
+                        ")"
+                    ),
+                    "In force",
+                )],
+            ),
+            lines(
+                "Guard and driver",
+                "What the guard has charged to a pod, and what the driver says that it holds. The next panel names the difference.",
+                "bytes",
+                HALF,
+                [
+                    (
+                        concat!(each_pod!("highwater_pod_guard_charged_bytes"), " or vector(0)"),
+                        "guard {{namespace}}/{{pod}} {{node}} {{device}}",
+                    ),
+                    (
+                        each_pod!("highwater_pod_memory_used_bytes"),
+                        "driver {{namespace}}/{{pod}} {{node}} {{device}}",
+                    ),
+                ],
+            ),
+            lines(
+                "Between guard and driver",
+                "Contexts beyond their estimate, memory made outside of the guard, and what the driver took by itself.",
+                "bytes",
+                HALF,
+                [(
+                    concat!(
+                        "sum by (node, device, namespace, pod, part) (",
+                        of_pod!("highwater_pod_memory_difference_bytes"),
+                        ") or vector(0)"
+                    ),
+                    "{{part}} {{namespace}}/{{pod}} {{node}} {{device}}",
+                )],
+            ),
+            lines(
+                "Refused by the guard in the last hour",
+                "Allocations over the quota, or for which there was no memory to grant.",
+                "short",
+                LOW_HALF,
+                [(
+                    concat!(
+                        "sum by (node, device, namespace, pod) (increase(",
+                        of_pod!("highwater_guard_refusals_total"),
+                        "[1h])) or vector(0)"
+                    ),
+                    POD,
+                )],
+            ),
+            lines(
+                "Guarded processes",
+                "Processes of each pod that have a guard and hold memory of the device.",
+                "short",
+                LOW_HALF,
+                [(concat!(each_pod!("highwater_guard_processes"), " or vector(0)"), POD)],
+            ),
         ],
     }
 }
@@ -266,235 +556,144 @@ fn agent() -> Row {
     Row {
         title: "Agent",
         panels: vec![
-            Panel {
-                title: "Time to measure (p99)",
-                description: "One round over all devices of a node.",
-                draw: Draw::Lines,
-                unit: "s",
-                queries: vec![(
-                    r#"histogram_quantile(0.99, sum by (node, le) (rate(highwater_sample_duration_seconds_bucket{node=~"$node"}[$__rate_interval])))"#,
-                    "{{node}}",
-                )],
-                size: (6, 8),
-            },
-            Panel {
-                title: "Samples a second",
-                description: "Rounds taken, rounds thrown away, and samples whose numbers may not fit together.",
-                draw: Draw::Lines,
-                unit: "short",
-                queries: vec![
+            lines(
+                "Time to measure (p99)",
+                "One round over all devices of a node.",
+                "s",
+                (6, 8),
+                [(p99!("highwater_sample_duration_seconds_bucket"), "{{node}}")],
+            ),
+            lines(
+                "Samples a second",
+                "Rounds taken, rounds thrown away, and samples whose numbers may not fit together.",
+                "short",
+                (6, 8),
+                [
+                    (node_rate!("highwater_samples_total"), "{{node}} taken"),
+                    (node_rate!("highwater_samples_dropped_total"), "{{node}} thrown away"),
                     (
-                        r#"sum by (node) (rate(highwater_samples_total{node=~"$node"}[$__rate_interval]))"#,
-                        "{{node}} taken",
-                    ),
-                    (
-                        r#"sum by (node) (rate(highwater_samples_dropped_total{node=~"$node"}[$__rate_interval]))"#,
-                        "{{node}} thrown away",
-                    ),
-                    (
-                        r#"sum by (node) (rate(highwater_device_torn_samples_total{node=~"$node"}[$__rate_interval])) or vector(0)"#,
+                        concat!(node_rate!("highwater_device_torn_samples_total"), " or vector(0)"),
                         "{{node}} torn",
                     ),
                 ],
-                size: (6, 8),
-            },
-            Panel {
-                title: "Driver errors",
-                description: "Errors of the driver while measuring, by kind.",
-                draw: Draw::Lines,
-                unit: "short",
-                queries: vec![(
-                    r#"sum by (node, device, error) (rate(highwater_device_errors_total{node=~"$node"}[$__rate_interval])) or vector(0)"#,
+            ),
+            lines(
+                "Driver errors",
+                "Errors of the driver while measuring, by kind.",
+                "short",
+                LOW_HALF,
+                [(
+                    concat!(
+                        "sum by (node, device, error) (rate(",
+                        of_node!("highwater_device_errors_total"),
+                        "[$__rate_interval])) or vector(0)"
+                    ),
                     "{{node}} {{device}} {{error}}",
                 )],
-                size: (12, 6),
-            },
-            Panel {
-                title: "Signals in the last hour",
-                description: "Pressure files, by whether they could be written.",
-                draw: Draw::Lines,
-                unit: "short",
-                queries: vec![(
-                    r#"sum by (node, outcome) (increase(highwater_signals_total{node=~"$node"}[1h]))"#,
+            ),
+            lines(
+                "Signals in the last hour",
+                "Pressure files, by whether they could be written.",
+                "short",
+                LOW_HALF,
+                [(
+                    concat!(
+                        "sum by (node, outcome) (increase(",
+                        of_node!("highwater_signals_total"),
+                        "[1h]))"
+                    ),
                     "{{node}} {{outcome}}",
                 )],
-                size: (12, 6),
-            },
-            Panel {
-                title: "Lateness (p99)",
-                description: "How much later than planned a round of samples began.",
-                draw: Draw::Lines,
-                unit: "s",
-                queries: vec![(
-                    r#"histogram_quantile(0.99, sum by (node, le) (rate(highwater_sample_lateness_seconds_bucket{node=~"$node"}[$__rate_interval])))"#,
+            ),
+            lines(
+                "Lateness (p99)",
+                "How much later than planned a round of samples began.",
+                "s",
+                LOW_HALF,
+                [(p99!("highwater_sample_lateness_seconds_bucket"), "{{node}}")],
+            ),
+            lines(
+                "Contact with the API server",
+                "Time since the API server last answered the agent. Past the plan's life the agent only measures.",
+                "s",
+                LOW_HALF,
+                [(
+                    concat!("max by (node) (", of_node!("highwater_api_contact_age_seconds"), ")"),
                     "{{node}}",
                 )],
-                size: (12, 6),
-            },
-            Panel {
-                title: "Contact with the API server",
-                description: "Time since the API server last answered the agent. Past the plan's life the agent only measures.",
-                draw: Draw::Lines,
-                unit: "s",
-                queries: vec![(
-                    r#"max by (node) (highwater_api_contact_age_seconds{node=~"$node"})"#,
-                    "{{node}}",
-                )],
-                size: (12, 6),
-            },
-        ],
-    }
-}
-
-fn pod() -> Row {
-    Row {
-        title: "Pod",
-        panels: vec![
-            Panel {
-                title: "Who holds what",
-                description: "What each pod holds on each device, its limit and what it is owed.",
-                draw: Draw::Table,
-                unit: "bytes",
-                queries: vec![
-                    (
-                        r#"max by (node, device, namespace, pod) (highwater_pod_memory_used_bytes{node=~"$node", namespace=~"$namespace", pod=~"$pod"})"#,
-                        "Used",
-                    ),
-                    (
-                        r#"max by (node, device, namespace, pod) (highwater_pod_memory_limit_bytes{node=~"$node", namespace=~"$namespace", pod=~"$pod"})"#,
-                        "Limit",
-                    ),
-                    (
-                        r#"max by (node, device, namespace, pod) (highwater_pod_memory_due_bytes{node=~"$node", namespace=~"$namespace", pod=~"$pod"})"#,
-                        "Due",
-                    ),
-                ],
-                size: (24, 8),
-            },
-            Panel {
-                title: "Memory of each pod",
-                description: "What each pod holds on each device.",
-                draw: Draw::Stack,
-                unit: "bytes",
-                queries: vec![(
-                    r#"sum by (node, device, namespace, pod) (highwater_pod_memory_used_bytes{node=~"$node", namespace=~"$namespace", pod=~"$pod"})"#,
-                    "{{namespace}}/{{pod}} {{node}} {{device}}",
-                )],
-                size: (12, 8),
-            },
-            Panel {
-                title: "Use against what is due",
-                description: "Above 100 % a pod holds more than its guarantee, or its limit where it has none.",
-                draw: Draw::Lines,
-                unit: "percentunit",
-                queries: vec![(
-                    r#"max by (node, device, namespace, pod) (highwater_pod_memory_used_bytes{node=~"$node", namespace=~"$namespace", pod=~"$pod"} / highwater_pod_memory_due_bytes{node=~"$node", namespace=~"$namespace", pod=~"$pod"})"#,
-                    "{{namespace}}/{{pod}} {{node}} {{device}}",
-                )],
-                size: (12, 8),
-            },
-            Panel {
-                title: "Enforcement",
-                description: "Pods by how firmly their quota is enforced.",
-                draw: Draw::Lines,
-                unit: "short",
-                queries: vec![(
-                    r#"count by (strength) (highwater_pod_strength_info{node=~"$node", namespace=~"$namespace", pod=~"$pod"})"#,
-                    "{{strength}}",
-                )],
-                size: (12, 6),
-            },
-            Panel {
-                title: "Killed for host memory",
-                description: "Containers that the kernel killed for host memory in the last hour. These are no GPU fault.",
-                draw: Draw::Lines,
-                unit: "short",
-                queries: vec![(
-                    r#"sum by (namespace, pod) (increase(highwater_pod_host_oom_kills_total{node=~"$node", namespace=~"$namespace", pod=~"$pod"}[1h])) or vector(0)"#,
-                    "{{namespace}}/{{pod}}",
-                )],
-                size: (12, 6),
-            },
+            ),
         ],
     }
 }
 
 fn operator() -> Row {
-    let lines = |title, description, unit, query, legend| Panel {
-        title,
-        description,
-        draw: Draw::Lines,
-        unit,
-        queries: vec![(query, legend)],
-        size: (8, 7),
-    };
+    let small =
+        |title, description, unit, query, legend| lines(title, description, unit, (8, 7), [(query, legend)]);
     Row {
         title: "Operator",
         panels: vec![
-            lines(
+            small(
                 "Leaders",
                 "Exactly one replica leads.",
                 "short",
                 "sum(highwater_operator_leader)",
                 "leaders",
             ),
-            lines(
+            small(
                 "Evictions in the last hour",
                 "Eviction requests by what the API server answered.",
                 "short",
                 "sum by (outcome) (increase(highwater_evictions_total[1h])) or vector(0)",
                 "{{outcome}}",
             ),
-            lines(
+            small(
                 "Restarts reserved",
                 "Tokens taken from the budgets in their current windows.",
                 "short",
                 "max by (policy) (highwater_budget_tokens) or vector(0)",
                 "{{policy}}",
             ),
-            lines(
+            small(
                 "Reaction (p99 of the last hour)",
                 "From the sample that satisfied a hold to the accepted eviction.",
                 "s",
                 "histogram_quantile(0.99, sum by (le) (rate(highwater_reaction_seconds_bucket[1h]))) or vector(0)",
                 "p99",
             ),
-            lines(
+            small(
                 "Errors",
                 "Reconciliations that failed, by controller.",
                 "short",
                 "sum by (controller, category) (rate(highwater_reconcile_errors_total[$__rate_interval])) or vector(0)",
                 "{{controller}} {{category}}",
             ),
-            lines(
+            small(
                 "Watches interrupted",
                 "Interruptions of the operator's watches, by kind.",
                 "short",
                 "sum by (kind) (rate(highwater_watch_errors_total[$__rate_interval])) or vector(0)",
                 "{{kind}}",
             ),
-            lines(
+            small(
                 "Time to plan (p99 of the last hour)",
                 "Time to compute the plans of the whole fleet.",
                 "s",
                 "histogram_quantile(0.99, sum by (le) (rate(highwater_plan_compute_seconds_bucket[1h]))) or vector(0)",
                 "p99",
             ),
-            lines(
+            small(
                 "Plans written",
                 "Node plans written in the last hour. A steady fleet causes none.",
                 "short",
                 "sum(increase(highwater_plan_writes_total[1h])) or vector(0)",
                 "plans",
             ),
-            Panel {
-                title: "Policies",
-                description: "The status of each condition of each policy.",
-                draw: Draw::Table,
-                unit: "short",
-                queries: vec![("max by (policy, type, status) (highwater_policy_conditions) == 1", "Holds")],
-                size: (24, 7),
-            },
+            table(
+                "Policies",
+                "The status of each condition of each policy.",
+                "short",
+                [("max by (policy, type, status) (highwater_policy_conditions) == 1", "Holds")],
+            ),
         ],
     }
 }

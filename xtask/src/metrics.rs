@@ -138,6 +138,72 @@ pub(crate) const ALL: &[Metric] = &[
         "Always 1. How firmly the pod's quota is enforced.",
     ),
     agent(
+        "highwater_pod_strength_below_minimum",
+        Kind::Gauge,
+        &["namespace", "pod", "device", "reason"],
+        "1 for a pod whose quota is enforced less firmly than its rule asks, with the reason. Absent otherwise.",
+    ),
+    agent(
+        "highwater_pod_overshoot_bytes",
+        Kind::Gauge,
+        POD,
+        "Free bytes of the device that the pod could take although they are not owed to it. Absent where there is no pool.",
+    ),
+    agent(
+        "highwater_pod_guard_charged_bytes",
+        Kind::Gauge,
+        POD,
+        "What the guards of the pod have charged. Absent without a guard. `highwater_pod_memory_used_bytes` is what the driver says.",
+    ),
+    agent(
+        "highwater_pod_memory_difference_bytes",
+        Kind::Gauge,
+        &["namespace", "pod", "device", "part"],
+        "What the driver counts beyond what the guard charged, by part: `context` (contexts beyond their estimate), `outside_guard` (processes that have none), `driver` (what the driver took by itself in processes that have one). Signed; the parts add up to the difference.",
+    ),
+    agent(
+        "highwater_guard_processes",
+        Kind::Gauge,
+        POD,
+        "Processes of the pod that have a guard and hold memory of the device.",
+    ),
+    agent(
+        "highwater_guard_refusals_total",
+        Kind::Counter,
+        POD,
+        "Allocations that the guard refused: over the limit, or nothing to grant.",
+    ),
+    agent(
+        "highwater_pool_size_bytes",
+        Kind::Gauge,
+        &["device"],
+        "What the pool of the device is to have: ballast and grants. Absent where no policy asks for a pool.",
+    ),
+    agent(
+        "highwater_pool_ballast_bytes",
+        Kind::Gauge,
+        &["device"],
+        "Memory that the keeper holds, to be granted.",
+    ),
+    agent(
+        "highwater_pool_granted_bytes",
+        Kind::Gauge,
+        POD,
+        "What the pool has given to the pod, used or not.",
+    ),
+    agent(
+        "highwater_pool_short_bytes",
+        Kind::Gauge,
+        &["device"],
+        "What the pool promises and does not have. 0 where it covers everything.",
+    ),
+    agent(
+        "highwater_keeper_up",
+        Kind::Gauge,
+        &[],
+        "1 while the keeper of the node answers, 0 while it does not. Absent where none is installed.",
+    ),
+    agent(
         "highwater_sample_duration_seconds",
         Kind::Histogram,
         &[],
@@ -293,11 +359,15 @@ pub(crate) fn is_histogram(name: &str) -> bool {
     ALL.iter().any(|metric| metric.kind == Kind::Histogram && metric.name == name)
 }
 
+/// Crates whose names begin like a metric's.
+const CRATES: [&str; 5] =
+    ["highwater_crds", "highwater_policy", "highwater_gpu", "highwater_guard", "highwater_guard_abi"];
+
 /// Every word of a text that begins like one of our metrics.
 fn names(text: &str) -> BTreeSet<&str> {
     text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'))
         .filter(|word| word.strip_prefix("highwater_").is_some_and(|rest| !rest.is_empty()))
-        .filter(|word| !["highwater_crds", "highwater_policy", "highwater_gpu"].contains(word))
+        .filter(|word| !CRATES.contains(word))
         .collect()
 }
 

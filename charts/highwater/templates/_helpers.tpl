@@ -49,3 +49,31 @@ default
 {{- $path := compact (list $image.registry $image.repository (index . 1)) | join "/" -}}
 {{- printf "%s:%s" $path ($image.tag | default $root.Chart.AppVersion) -}}
 {{- end -}}
+
+{{/* Whether the guard's volumes are served: "true", or empty. */}}
+{{- define "highwater.guard" -}}
+{{- if and .Values.keeper.enabled .Values.guard.enabled }}true{{ end -}}
+{{- end -}}
+
+{{/* The version of MutatingAdmissionPolicy to use; empty where the cluster serves none (below 1.36,
+unless it was switched on), or where nothing is to be injected. */}}
+{{- define "highwater.injectionVersion" -}}
+{{- if and (include "highwater.guard" .) .Values.guard.inject -}}
+{{- if .Capabilities.APIVersions.Has "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy" -}}
+v1
+{{- else if .Capabilities.APIVersions.Has "admissionregistration.k8s.io/v1beta1/MutatingAdmissionPolicy" -}}
+v1beta1
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* CEL: whether the container of a variable asks for a GPU, as operator and agent see it. Takes the
+variable's name. */}}
+{{- define "highwater.asksForGpu" -}}
+{{ . }}.?resources.?limits.orValue({}).exists(resource, resource.startsWith('nvidia.com/'))
+{{- end -}}
+
+{{/* CEL: the folders of a node that are Highwater's own, as list elements. */}}
+{{- define "highwater.ownPaths" -}}
+{{ squote .Values.agent.stateDir }}, {{ squote .Values.keeper.stateDir }}, {{ printf "%s/plugins/guard.highwater.dev" .Values.agent.kubeletRoot | squote }}
+{{- end -}}
