@@ -11,7 +11,7 @@ UP ?=
 ARGS ?=
 
 .PHONY: help demo test e2e up down images install uninstall status kubectl check generate \
-	bench-agent bench-plan bench-reaction
+	bench-agent bench-guard bench-plan bench-pool bench-reaction fuzz
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -56,7 +56,7 @@ generate: ## Write the files that are generated from the code
 	cargo xtask generate
 
 bench-reaction: ## Measure from the sample to the eviction request, on a cluster with release binaries
-	$(CLUSTER) up --profile release $(UP)
+	$(CLUSTER) up --profile release --gpus 6 --gpu-replicas 1 $(UP)
 	$(CLUSTER) install
 	cargo run --quiet --package highwater-scenarios --bin bench-reaction -- $(ARGS)
 
@@ -65,3 +65,20 @@ bench-plan: ## Measure the plans of a fleet of 5,000 nodes
 
 bench-agent: ## Measure the agent: what it costs, how fast it acts, how large it is
 	cargo bench --quiet --profile dev --package highwater-agent --bench agent
+
+bench-guard: ## Measure what the guard adds to programs; with a GPU: make bench-guard ARGS=--real
+	bench=$$(guard/bench/build.sh) && "$$bench/guard-bench" $(ARGS)
+
+bench-pool: ## Measure what fragmentation takes of a pool (with a GPU: e2e/real-gpu/pool_bench.py)
+	cargo run --quiet --release --package highwater-guard-bench --bin pool-bench
+
+# So many inputs for each target, or so many seconds.
+FUZZ_INPUTS ?= 10000000
+FUZZ_SECONDS ?= 600
+
+fuzz: ## Feed what others write with garbage: the guard's messages and pages, requests for volumes
+	cargo run --quiet --release --package highwater-guard-abi --features fuzz --example fuzz -- \
+		--inputs $(FUZZ_INPUTS) --seconds $(FUZZ_SECONDS)
+	cargo test --quiet --release --package highwater-agent --bin keeper --no-run
+	PROPTEST_CASES=$(FUZZ_INPUTS) timeout $(FUZZ_SECONDS) cargo test --quiet --release --package highwater-agent \
+		--bin keeper any_request || [ $$? -eq 124 ]

@@ -1,271 +1,23 @@
-"""Checks Highwater's ledger and acts on a real GPU against an independent reader of NVML.
+"""Checks Highwater's ledger and acts, its pool and its guard on a real GPU against an independent reader of NVML.
 
 Prints one line a claim with its numbers and `ok` or `FAIL`; exits 0 if every claim held.
 """
 
 import argparse
-import bisect
-import json
 import os
-import re
-import shutil
 import statistics
 import sys
-import threading
 import time
 import traceback
-import urllib.request
 from datetime import datetime
 
-from describe import condition
-from kube import Api, ApiError
+import check_guard
+import check_pool
+from common import (
+    GIB, GROUP, INTERVAL, MIB, NOISE, ROUND, Cluster, Failed, Page, Reader, Report, by_pod, component, mib, resident, until,
+)
+from kube import ApiError
 from nvml import Nvml
-
-MIB, GIB = 1 << 20, 1 << 30
-NAMESPACE = "gpu-check"
-GROUP = "/apis/highwater.dev/v1alpha1"
-NOISE = 2 * MIB  # what rounding may leave, a process
-INTERVAL = 0.1  # of the agent's samples, in seconds
-ROUND = 0.02  # a round of samples may begin or last this much later
-METRICS = "http://127.0.0.1:9440/metrics"
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-class Failed(Exception):
-    """Something that was waited for did not come."""
-
-
-class Report:
-    """Claims as they are decided."""
-
-    def __init__(self, path):
-        self.file = open(path, "w", encoding="utf-8")
-        self.lines = []
-
-    def say(self, text=""):
-        print(text, flush=True)
-        print(text, file=self.file, flush=True)
-
-    def claim(self, holds, claim, numbers):
-        self.lines.append(bool(holds))
-        self.say(f"{'ok  ' if holds else 'FAIL'}  {claim:<58} {numbers}")
-
-    def summary(self):
-        held = sum(self.lines)
-        self.say(f"\n{held} of {len(self.lines)} claims hold")
-        return bool(self.lines) and held == len(self.lines)
-
-
-def until(what, seconds, attempt, detail=lambda: ""):
-    """Calls `attempt` until it returns something true; `detail` says why it did not."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        last = attempt()
-        if last:
-            return last
-        time.sleep(0.05)
-    raise Failed(f"after {seconds} s still not: {what} {detail()}".rstrip())
-
-
-def mib(size):
-    return f"{size / MIB:.1f} MiB" if abs(size) < 100 * GIB else f"{size / GIB:.2f} GiB"
-
-
-# --- what the agent says ------------------------------------------------------------------------
-
-
-class Page:
-    """One scrape of the agent's metrics."""
-
-    LINE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
-    LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-
-    def __init__(self):
-        self.asked = time.monotonic()
-        with DIRECT.open(METRICS, timeout=5) as answer:
-            text = answer.read().decode()
-        self.answered = time.monotonic()
-        self.series = {}
-        for line in text.splitlines():
-            found = self.LINE.match(line)
-            if found:
-                labels = dict(self.LABEL.findall(found.group(2) or ""))
-                self.series.setdefault(found.group(1), []).append((labels, float(found.group(3))))
-
-    def value(self, name, **labels):
-        """The one series with these labels; None if it is missing."""
-        for have, value in self.series.get(name, []):
-            if all(have.get(key) == wanted for key, wanted in labels.items()):
-                return value
-        return None
-
-    def buckets(self):
-        return {labels["bucket"]: int(value) for labels, value in
-                self.series.get("highwater_device_memory_bytes", []) if labels["device"] == "0"}
-
-    def pod(self, name):
-        value = self.value("highwater_pod_memory_used_bytes", namespace=NAMESPACE, pod=name, device="0")
-        return None if value is None else int(value)
-
-
-# --- what the driver says -----------------------------------------------------------------------
-
-
-OWNERS = {}  # of processes: a process does not change its pod
-
-
-def pod_of(pid):
-    """UID of the pod that a process belongs to."""
-    if pid not in OWNERS:
-        try:
-            with open(f"/proc/{pid}/cgroup", encoding="utf-8") as file:
-                found = re.search(r"pod([0-9a-f]{8}[-_][0-9a-f_-]{27})", file.read())
-        except OSError:
-            return None
-        OWNERS[pid] = found.group(1).replace("_", "-") if found else None
-    return OWNERS[pid]
-
-
-def by_pod(sample):
-    """Pod UID -> (bytes, number of processes)."""
-    pods = {}
-    for pid, used in sample.processes.items():
-        size, count = pods.get(pod_of(pid), (0, 0))
-        pods[pod_of(pid)] = (size + (used or 0), count + 1)
-    return pods
-
-
-class Reader(threading.Thread):
-    """Reads the driver every few milliseconds and keeps what it read."""
-
-    def __init__(self, nvml):
-        super().__init__(daemon=True)
-        self.nvml, self.times, self.samples, self.ended = nvml, [], [], threading.Event()
-
-    def run(self):
-        while not self.ended.is_set():
-            sample = self.nvml.sample()
-            pods = {uid: size for uid, (size, _) in by_pod(sample).items()}
-            self.samples.append((sample.used, pods))
-            self.times.append(sample.at)
-            time.sleep(0.004)
-
-    def __enter__(self):
-        self.start()
-        return self
-
-    def __exit__(self, *_):
-        self.ended.set()
-        self.join()
-
-    def window(self, begin, end):
-        """What was read in that time, and the last before and the first after."""
-        first = max(bisect.bisect_left(self.times, begin) - 1, 0)
-        return self.samples[first:bisect.bisect_right(self.times, end) + 1]
-
-
-# --- pods ---------------------------------------------------------------------------------------
-
-
-class Cluster:
-    """The pods of the check."""
-
-    def __init__(self, arguments):
-        self.api, self.work, self.backend, self.node = Api(), arguments.work, arguments.backend, arguments.node
-        with open(os.path.join(self.work, "needs.json"), encoding="utf-8") as file:
-            self.needs = json.load(file)
-        self.api.apply({"apiVersion": "v1", "kind": "Namespace",
-                        "metadata": {"name": NAMESPACE, "labels": {"highwater-check": "yes"}}})
-
-    def folder(self, name):
-        return os.path.join(self.work, "control", name)
-
-    def target(self, name, size, rate):
-        """Tells a pod up to how much it holds, and how fast it gets there."""
-        path = os.path.join(self.folder(name), "target.json")
-        with open(path + ".new", "w", encoding="utf-8") as file:
-            json.dump({"bytes": size, "bytesPerSecond": rate}, file)
-        os.rename(path + ".new", path)
-
-    def state(self, name):
-        try:
-            with open(os.path.join(self.folder(name), "state.json"), encoding="utf-8") as file:
-                return json.load(file)
-        except (OSError, ValueError):
-            return {"bytes": 0, "turn": 0, "reached": False}
-
-    def deploy(self, name, size, stubborn=False):
-        """A Deployment of one pod that holds `size`; the pod once it does."""
-        shutil.rmtree(self.folder(name), ignore_errors=True)
-        os.makedirs(self.folder(name))
-        self.target(name, size, 4 * GIB)
-        folders = self.needs["folders"]
-        mounts = [{"name": f"python-{i}", "mountPath": path, "readOnly": True} for i, path in enumerate(folders)]
-        mounts += [{"name": "program", "mountPath": "/highwater", "readOnly": True},
-                   {"name": "control", "mountPath": "/control"}]
-        volumes = [{"name": f"python-{i}", "hostPath": {"path": path, "type": "Directory"}}
-                   for i, path in enumerate(folders)]
-        volumes += [{"name": "program", "hostPath": {"path": os.path.join(self.work, "pod")}},
-                    {"name": "control", "hostPath": {"path": self.folder(name)}}]
-        command = [self.needs["executable"], "/highwater/workload.py", "run", "/control",
-                   "--backend", self.backend] + (["--ignore-sigterm"] if stubborn else [])
-        env = {"PYTHONPATH": ":".join(self.needs["packages"]), "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/tmp"}
-        container = {"name": "main", "image": "highwater.local/python:dev", "imagePullPolicy": "Never",
-                     "command": command, "env": [{"name": key, "value": value} for key, value in env.items()],
-                     "resources": {"limits": {"nvidia.com/gpu": "1"}}, "volumeMounts": mounts,
-                     "terminationMessagePolicy": "FallbackToLogsOnError"}
-        self.api.apply({
-            "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name, "namespace": NAMESPACE},
-            "spec": {"replicas": 1, "selector": {"matchLabels": {"app": name}}, "template": {
-                "metadata": {"labels": {"app": name}},
-                "spec": {"hostNetwork": True, "dnsPolicy": "Default", "terminationGracePeriodSeconds": 20,
-                         "automountServiceAccountToken": False, "containers": [container], "volumes": volumes}}}})
-        until(f"{name} holds {mib(size)}", 60, lambda: self.state(name)["reached"],
-              lambda: f"(it says {self.state(name)}, its pod {self.statuses(name)})")
-        return self.pod(name)
-
-    def pods(self, name):
-        return self.api.get(f"/api/v1/namespaces/{NAMESPACE}/pods?labelSelector=app%3D{name}")["items"]
-
-    def statuses(self, name):
-        return [json.dumps(pod["status"].get("containerStatuses", pod["status"].get("conditions")))[:600]
-                for pod in self.pods(name)]
-
-    def pod(self, name):
-        live = [pod for pod in self.pods(name) if "deletionTimestamp" not in pod["metadata"]]
-        if len(live) != 1:
-            raise Failed(f"{name} has {len(live)} pods, not 1")
-        return live[0]
-
-    def remove(self, name):
-        self.api.delete(f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{name}")
-        for pod in self.pods(name):
-            self.api.delete(f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}", grace=1)
-        until(f"the pods of {name} are gone", 40, lambda: not self.pods(name))
-
-    def incidents(self, uid):
-        found = self.api.get(f"{GROUP}/namespaces/{NAMESPACE}/gpumemoryincidents")["items"]
-        return [one for one in found if one["spec"].get("subject", {}).get("uid") == uid]
-
-    def policy(self, name, spec):
-        self.api.apply({"apiVersion": "highwater.dev/v1alpha1", "kind": "GpuMemoryPolicy",
-                        "metadata": {"name": name}, "spec": spec})
-        path = f"{GROUP}/gpumemorypolicies/{name}"
-
-        def is_(kind):
-            return condition(self.api.get(path), kind)
-
-        until(f"policy {name} is Programmed", 20, lambda: is_("Programmed")["status"] == "True",
-              lambda: f"({is_('Accepted')} {is_('Programmed')})")
-        plan = f"{GROUP}/gpumemorynodes/{self.node}"
-
-        def followed():
-            node = self.api.get(plan)
-            return node["spec"].get("layers") and \
-                node.get("status", {}).get("observedGeneration") == node["metadata"]["generation"]
-
-        until(f"the agent follows the plan of {name}", 20, followed)
-
 
 # --- the checks ---------------------------------------------------------------------------------
 
@@ -313,15 +65,9 @@ def at_rest(report, nvml, pods):
 
 
 def agent_process(cluster):
-    pods = cluster.api.get("/api/v1/namespaces/highwater-system/pods?"
-                           "labelSelector=app.kubernetes.io%2Fcomponent%3Dagent")["items"]
-    uid = pods[0]["metadata"]["uid"]
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if pod_of(int(entry)) == uid and os.path.basename(os.readlink(f"/proc/{entry}/exe")) == "agent":
-                return int(entry)
-        except OSError:
-            continue
+    for pid, program in component(cluster, "agent").items():
+        if program == "agent":
+            return pid
     raise Failed("the agent's process is not found")
 
 
@@ -329,11 +75,6 @@ def cpu_seconds(pid):
     with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
         fields = file.read().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def resident(pid, kind="VmRSS"):
-    with open(f"/proc/{pid}/status", encoding="utf-8") as file:
-        return int(re.search(kind + r":\s+(\d+) kB", file.read()).group(1)) * 1024
 
 
 def cost(report, cluster, seconds):
@@ -536,39 +277,82 @@ def machine(report, nvml, cluster):
     return sample.total
 
 
-def check(report, arguments):
-    nvml, cluster = Nvml(), Cluster(arguments)
-    total = machine(report, nvml, cluster)
-    call_cost(report, nvml)
-    pods = {}
+SECTIONS = ("rest", "cost", "growth", "quota", "breaker", "pool", "guard")
 
-    def ledger():
-        for name in ("one", "two"):
-            pod = cluster.deploy(name, 4 * GIB if total > 40 * GIB else total // 20)
-            pods[pod["metadata"]["name"]] = pod["metadata"]["uid"]
-        until("the agent has both pods", 10, lambda: all(Page().pod(name) for name in pods))
+
+class Sections:
+    """The parts of the check, each by its name; what one needs of another it makes."""
+
+    def __init__(self, report, arguments):
+        self.report, self.arguments = report, arguments
+        self.nvml, self.cluster = Nvml(), Cluster(arguments)
+        self.total = machine(report, self.nvml, self.cluster)
+        self.pods = {}
+
+    def have(self, *apps):
+        """Pods that hold some memory."""
+        for app in apps:
+            if not self.cluster.pods(app):
+                pod = self.cluster.deploy(app, 4 * GIB if self.total > 40 * GIB else self.total // 20)
+                self.pods[pod["metadata"]["name"]] = pod["metadata"]["uid"]
+
+    def rest(self):
+        call_cost(self.report, self.nvml)
+        self.have("one", "two")
+        until("the agent has both pods", 10, lambda: all(Page().pod(name) for name in self.pods))
         time.sleep(1)
-        at_rest(report, nvml, pods)
+        at_rest(self.report, self.nvml, self.pods)
 
-    def growing():
-        names = {cluster.pod(app)["metadata"]["name"]: app for app in ("one", "two")}
-        grow = Growing(cluster, names)
-        while_growing(report, nvml, grow, pods, arguments.grow_seconds, total // 5 // arguments.grow_seconds)
-        cluster.remove("two")
+    def cost(self):
+        self.have("one", "two")
+        cost(self.report, self.cluster, self.arguments.cost_seconds)
 
-    sections = [
-        ("ledger at rest", ledger),
-        ("cost of the agent", lambda: cost(report, cluster, arguments.cost_seconds)),
-        ("ledger under growth", growing),
-        ("quota", lambda: quota_story(report, nvml, cluster, total)),
-        ("breaker", lambda: breaker_story(report, nvml, cluster, total)),
-    ]
-    for title, section in sections:
+    def growth(self):
+        self.have("one", "two")
+        names = {self.cluster.pod(app)["metadata"]["name"]: app for app in ("one", "two")}
+        grow, seconds = Growing(self.cluster, names), self.arguments.grow_seconds
+        while_growing(self.report, self.nvml, grow, self.pods, seconds, self.total // 5 // seconds)
+        self.cluster.remove("two")
+
+    def quota(self):
+        self.have("one")
+        quota_story(self.report, self.nvml, self.cluster, self.total)
+
+    def breaker(self):
+        self.have("one")
+        breaker_story(self.report, self.nvml, self.cluster, self.total)
+
+    def pool(self):
+        check_pool.check(self.report, self.nvml, self.cluster, self.total)
+
+    def guard(self):
+        check_guard.check(self.report, self.nvml, self.cluster, self.total)
+
+
+def check(report, arguments):
+    sections = Sections(report, arguments)
+    for name in SECTIONS:
+        if name not in arguments.only:
+            continue
+        begun = time.monotonic()
+        if name in ("pool", "guard"):
+            # They want the device for themselves.
+            for app in ("one", "two", "hog"):
+                sections.cluster.remove(app)
         try:
-            section()
-        except (Failed, ApiError, RuntimeError, OSError, LookupError, ValueError) as error:
-            report.claim(False, f"{title}: could not be carried through", f"{type(error).__name__}: {error}")
+            getattr(sections, name)()
+        except (Failed, ApiError, RuntimeError, OSError, LookupError, ValueError, TypeError) as error:
+            report.claim(False, f"{name}: could not be carried through", f"{type(error).__name__}: {error}")
             traceback.print_exc()
+        report.say(f"      ({name}: {time.monotonic() - begun:.0f} s)")
+
+
+def chosen(text):
+    names = text.split(",") if text else list(SECTIONS)
+    unknown = set(names) - set(SECTIONS)
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no section {', '.join(sorted(unknown))}; there are: {', '.join(SECTIONS)}")
+    return names
 
 
 class Growing:
@@ -592,6 +376,7 @@ def main():
     parser.add_argument("--backend", default="torch")
     parser.add_argument("--grow-seconds", type=int, default=120)
     parser.add_argument("--cost-seconds", type=int, default=30)
+    parser.add_argument("--only", type=chosen, default=list(SECTIONS))
     arguments = parser.parse_args()
     report = Report(arguments.report)
     check(report, arguments)

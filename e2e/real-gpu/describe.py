@@ -5,6 +5,8 @@
     describe.py allocatable NAME COUNT   ... once it offers so many nvidia.com/gpu
     describe.py monitored NAME           ... once its GpuMemoryNode says Monitored
     describe.py available NS DEPLOYMENT  ... once the Deployment is Available
+    describe.py rolled-out NS DAEMONSET  ... once all pods of the DaemonSet are ready
+    describe.py csi-driver NODE DRIVER   ... once the node's kubelet knows the volume driver
 """
 
 import json
@@ -74,6 +76,14 @@ def main():
         expect("True", api.find(f"{GROUP}/gpumemorynodes/{rest[0]}"), "Monitored")
     elif command == "available":
         expect("True", api.get(f"/apis/apps/v1/namespaces/{rest[0]}/deployments/{rest[1]}"), "Available")
+    elif command == "rolled-out":
+        status = api.get(f"/apis/apps/v1/namespaces/{rest[0]}/daemonsets/{rest[1]}")["status"]
+        if not status["desiredNumberScheduled"] or status.get("numberReady") != status["desiredNumberScheduled"]:
+            raise SystemExit(f"{status.get('numberReady')} of {status['desiredNumberScheduled']} pods are ready")
+    elif command == "csi-driver":
+        drivers = (api.find(f"/apis/storage.k8s.io/v1/csinodes/{rest[0]}") or {}).get("spec", {}).get("drivers") or []
+        if rest[1] not in [driver["name"] for driver in drivers]:
+            raise SystemExit(f"the node has the volume drivers {drivers}")
     else:
         raise SystemExit(__doc__)
 

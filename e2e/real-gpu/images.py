@@ -1,7 +1,7 @@
 """Container images without a builder or registry: OCI layouts as containerd imports them.
 
     images.py pause OUT.tar
-    images.py program OUT.tar NAME BINARY FOLDER-OF-THE-C-LIBRARY
+    images.py program OUT.tar NAME FOLDER-OF-THE-C-LIBRARY PATH-IN-THE-IMAGE=FILE...
     images.py python OUT.tar NEEDS.json     (what `workload.py needs` printed)
 """
 
@@ -83,8 +83,8 @@ def pause():
     return image("pause", ["/pause"], [layer.finish()])
 
 
-def program(name, binary, libraries):
-    """One of our programs with the C library that it was built with."""
+def program(name, libraries, *files):
+    """Programs of ours with the C library that they were built with; the first one is what runs."""
     base, own = Layer(), Layer()
     for link, target in (("bin", "usr/bin"), ("lib", "usr/lib"), ("lib64", "usr/lib64")):
         base.link(link, target)
@@ -94,9 +94,11 @@ def program(name, binary, libraries):
     loader = "ld-linux-x86-64.so.2"
     base.link(f"usr/lib64/{loader}", f"/usr/lib/x86_64-linux-gnu/{loader}")
     base.accounts()
-    with open(binary, "rb") as content:
-        own.file(f"usr/bin/{name}", content.read(), 0o755)
-    return image(name, [f"/usr/bin/{name}"], [base.finish(), own.finish()])
+    paths = [file.partition("=")[::2] for file in files]
+    for path, file in paths:
+        with open(file, "rb") as content:
+            own.file(path, content.read(), 0o755)
+    return image(name, ["/" + paths[0][0]], [base.finish(), own.finish()])
 
 
 def python(needs):

@@ -18,8 +18,10 @@ import urllib.parse
 # What the bundle applies. Everything else is named in full by its caller.
 PLURALS = {
     "ClusterRole": "clusterroles", "ClusterRoleBinding": "clusterrolebindings", "ConfigMap": "configmaps",
-    "CustomResourceDefinition": "customresourcedefinitions", "DaemonSet": "daemonsets",
+    "CSIDriver": "csidrivers", "CustomResourceDefinition": "customresourcedefinitions", "DaemonSet": "daemonsets",
     "Deployment": "deployments", "FlowSchema": "flowschemas", "GpuMemoryPolicy": "gpumemorypolicies",
+    "MutatingAdmissionPolicy": "mutatingadmissionpolicies",
+    "MutatingAdmissionPolicyBinding": "mutatingadmissionpolicybindings",
     "Namespace": "namespaces", "PodDisruptionBudget": "poddisruptionbudgets",
     "PriorityLevelConfiguration": "prioritylevelconfigurations", "Role": "roles",
     "RoleBinding": "rolebindings", "Service": "services", "ServiceAccount": "serviceaccounts",

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Makes the bundle that run.sh needs on a machine with a GPU and without compilers or network:
 #   bundle/base.tar.xz     Kubernetes and containerd; changes with their versions alone
-#   bundle/product.tar.xz  agent, operator, device plugin, their C library, rendered charts
+#   bundle/product.tar.xz  agent, keeper, guard, operator, device plugin, their C library, rendered charts
+# and what guard.sh needs there:
+#   bundle/guard/          guard-bench, libhighwater-guard.so, libgpusim_cuda.so, keeper
 # Needs Rust, Go 1.26, helm (or the cache of the test cluster), xz, and Debian's containerd, runc
 # and containernetworking-plugins. Built parts are cached by content.
 set -euo pipefail
@@ -12,13 +14,15 @@ cache=${XDG_CACHE_HOME:-$HOME/.cache}/highwater
 bundle=$here/bundle
 profile=release
 build=true
+guard_only=false
 limit_mib=62
 
 usage() {
     cat <<'END'
-usage: pack.sh [--profile NAME] [--no-build] [--limit-mib N]
+usage: pack.sh [--profile NAME] [--no-build] [--guard-only] [--limit-mib N]
   --profile NAME   Cargo profile of the product (default release)
   --no-build       take the product as it lies in the target folder
+  --guard-only     make bundle/guard alone
   --limit-mib N    fail when bundle and tracked files together are larger (default 62)
 END
 }
@@ -27,6 +31,7 @@ while (($#)); do
     case $1 in
     --profile) profile=${2:?--profile needs a name} && shift ;;
     --no-build) build=false ;;
+    --guard-only) guard_only=true ;;
     --limit-mib) limit_mib=${2:?--limit-mib needs a number} && shift ;;
     -h | --help) usage && exit ;;
     *) usage >&2 && exit 2 ;;
@@ -97,7 +102,7 @@ make_base() {
 # --- the product ------------------------------------------------------------------------------
 
 packages=(highwater-agent highwater-operator gpu-device-plugin)
-programs=(agent operator gpu-device-plugin)
+programs=(agent keeper operator gpu-device-plugin)
 # The C library that the programs were linked against; the images carry it.
 c_library=(ld-linux-x86-64.so.2 libc.so.6 libdl.so.2 libgcc_s.so.1 libm.so.6 libpthread.so.0 librt.so.1)
 
@@ -112,23 +117,52 @@ find_helm() {
     find_program helm
 }
 
+target=${CARGO_TARGET_DIR:-$repository/target}
+folder=$([[ $profile == dev ]] && echo debug || echo "$profile")
+
+# A program of the product, stripped.
+place() {
+    [[ -e $target/$folder/$1 ]] || fail "$target/$folder/$1 is not built"
+    strip --strip-all -o "$2/$1" "$target/$folder/$1"
+    say "$1: $(($(stat -c %s "$2/$1") >> 10)) KiB stripped"
+}
+
+# The guard as it is shipped, and what measures it.
+make_guard() {
+    local made=$target/bench-guard
+    mkdir -p "$bundle/guard"
+    if $build; then
+        say "guard: building"
+        made=$("$repository/guard/bench/build.sh" "$profile")
+        (cd "$repository" && cargo build --quiet --profile "$profile" --package=highwater-agent --bin keeper)
+    fi
+    [[ -e $made/libhighwater-guard.so ]] || fail "$made is not built: run guard/bench/build.sh"
+    local name
+    for name in guard-bench libgpusim_cuda.so; do strip --strip-unneeded -o "$bundle/guard/$name" "$made/$name"; done
+    # As it is shipped.
+    cp --force "$made/libhighwater-guard.so" "$bundle/guard/"
+    place keeper "$bundle/guard"
+    say "guard: $(($(stat -c %s "$bundle/guard/libhighwater-guard.so") >> 10)) KiB"
+}
+
 make_product() {
-    local target=${CARGO_TARGET_DIR:-$repository/target} stage name helm folder
-    folder=$([[ $profile == dev ]] && echo debug || echo "$profile")
+    local stage name helm
     if $build; then
         say "product: building (profile $profile)"
         (cd "$repository" && cargo build --quiet --profile "$profile" "${packages[@]/#/--package=}")
     fi
     stage=$(mktemp -d)
-    mkdir -p "$stage"/{bin,libc,manifests} "$bundle"
-    for name in "${programs[@]}"; do
-        [[ -e $target/$folder/$name ]] || fail "$target/$folder/$name is not built"
-        strip --strip-all -o "$stage/bin/$name" "$target/$folder/$name"
-        say "product: $name $(($(stat -c %s "$stage/bin/$name") >> 10)) KiB stripped"
-    done
+    mkdir -p "$stage"/{bin,lib,libc,manifests} "$bundle"
+    for name in "${programs[@]}"; do place "$name" "$stage/bin"; done
+    cp "$bundle/guard/libhighwater-guard.so" "$stage/lib/"
     for name in "${c_library[@]}"; do cp --dereference "/lib/x86_64-linux-gnu/$name" "$stage/libc/"; done
     helm=$(find_helm)
-    render() { "$helm" template "$1" "$repository/charts/$1" --kube-version 1.37.2 --no-hooks --namespace highwater-system "${@:2}"; }
+    # What that API server serves beyond what helm takes for granted.
+    local served=admissionregistration.k8s.io/v1/MutatingAdmissionPolicy
+    render() {
+        "$helm" template "$1" "$repository/charts/$1" --kube-version 1.37.2 --api-versions "$served" --no-hooks \
+            --namespace highwater-system "${@:2}"
+    }
     render highwater-crds >"$stage/manifests/highwater-crds.yaml"
     render highwater --values "$here/values.yaml" >"$stage/manifests/highwater.yaml"
     render highwater --values "$here/values.yaml" --values "$here/values-sim.yaml" >"$stage/manifests/highwater-sim.yaml"
@@ -140,14 +174,20 @@ make_product() {
 
 measure() {
     local packed tracked
+    # What run.sh needs; bundle/guard goes without the rest.
     packed=$(cat "$bundle"/*.tar.xz | wc -c)
     tracked=$(cd "$repository" && git ls-files --cached --others --exclude-standard -z |
-        xargs -0 stat --format=%s 2>/dev/null | awk '{sum += $1} END {print sum + 0}')
+        { xargs -0 stat --format=%s 2>/dev/null || true; } | awk '{sum += $1} END {print sum + 0}')
     say "base $(($(stat -c %s "$bundle/base.tar.xz") >> 10)) KiB, product $(($(stat -c %s "$bundle/product.tar.xz") >> 10)) KiB"
     say "bundle $((packed >> 20)) MiB + files of the repository $((tracked >> 20)) MiB = $(((packed + tracked) >> 20)) MiB"
     (((packed + tracked) >> 20 < limit_mib)) || fail "more than $limit_mib MiB"
 }
 
+make_guard
+if $guard_only; then
+    say "bundle/guard: $(du -sm "$bundle/guard" | cut -f1) MiB"
+    exit
+fi
 make_base
 make_product
 cmp --silent "$base" "$bundle/base.tar.xz" || cp --force "$base" "$bundle/base.tar.xz"

@@ -11,7 +11,8 @@ work=${HIGHWATER_REAL_GPU_DIR:-/var/tmp/highwater-real-gpu}
 simulated=
 backend=torch
 limit=480
-grow_seconds=120
+grow_seconds=
+only=
 stay=false
 inside=false
 checking=false
@@ -19,11 +20,12 @@ arguments=("$@")
 
 usage() {
     cat <<'END'
-usage: run.sh [--bundle DIR] [--out DIR] [--limit SECONDS] [--grow-seconds N] [--stay] [--sim DIR]
+usage: run.sh [--bundle DIR] [--out DIR] [--limit SECONDS] [--only SECTION,...] [--grow-seconds N] [--stay] [--sim DIR]
   --bundle DIR      what pack.sh made (default: bundle/ beside this script)
   --out DIR         where report and logs go (default $OUT, else ./real-gpu-out)
   --limit SECONDS   the whole run is stopped after so long (default 480)
-  --grow-seconds N  how long two pods grow while ledger and driver are compared (default 120)
+  --only SECTIONS   of rest, cost, growth, quota, breaker, pool, guard, with commas (default all)
+  --grow-seconds N  how long two pods grow while ledger and driver are compared (default 120; 40 with --only)
   --stay            leave the cluster up after the checks, until the limit or Ctrl-C
   --sim DIR         no GPU: the simulated driver whose program and libraries lie in DIR
 END
@@ -34,6 +36,7 @@ while (($#)); do
     --bundle) bundle=$(realpath "${2:?--bundle needs a folder}") && shift ;;
     --out) out=${2:?--out needs a folder} && shift ;;
     --limit) limit=${2:?--limit needs seconds} && shift ;;
+    --only) only=${2:?--only needs sections} && shift ;;
     --grow-seconds) grow_seconds=${2:?--grow-seconds needs a number} && shift ;;
     --stay) stay=true ;;
     --sim) simulated=$(realpath "${2:?--sim needs a folder}") && backend=driver && shift ;;
@@ -43,6 +46,8 @@ while (($#)); do
     esac
     shift
 done
+
+[[ -n $grow_seconds ]] || grow_seconds=$([[ -z $only ]] && echo 120 || echo 40)
 
 started=$(date +%s)
 say() { printf '[%3ds] %s\n' $(($(date +%s) - ${HIGHWATER_STARTED:-$started})) "$*"; }
@@ -154,7 +159,7 @@ stop_everything() {
     sleep 0.5
     while read -r path; do umount --lazy "$path" 2>/dev/null; done < <(
         awk '{print $5}' /proc/self/mountinfo | sort -r |
-            grep -E "^($work|/var/lib/kubelet|/run/containerd|/run/highwater|/run/highwater-driver|/run/gpusim|/opt/gpusim)(/|$)"
+            grep -E "^($work|/var/lib/kubelet|/run/containerd|/run/highwater|/run/highwater-driver|/run/highwater-keeper|/run/gpusim|/opt/gpusim)(/|$)"
     )
     if [[ -e $work/pids/kubelet ]]; then
         for path in $(pod_cgroups); do
@@ -194,15 +199,16 @@ prepare() {
     trap 'exit 143' TERM INT HUP
     (set +e && stop_everything)
     [[ -z $(pod_processes) ]] || fail "a kubelet is at work on this machine: pods in $(pod_cgroups | head -1)"
-    mkdir -p "$work"/{bundle,pids,pki,logs/pods,images,containerd,cni,kubelet,state,driver,run-containerd,control,pod}
+    mkdir -p "$work"/{bundle,pids,pki,logs/pods,images,containerd,cni,kubelet,state,keeper,driver,run-containerd,control,pod}
     mount --make-rshared /
     local path
-    for path in /var/lib/kubelet /run/containerd /run/highwater /run/highwater-driver; do
+    for path in /var/lib/kubelet /run/containerd /run/highwater /run/highwater-keeper /run/highwater-driver; do
         mkdir -p "$path" # stays: another cluster may have come to mount there
     done
     mount --bind "$work/kubelet" /var/lib/kubelet
     mount --bind "$work/run-containerd" /run/containerd
     mount --bind "$work/state" /run/highwater
+    mount --bind "$work/keeper" /run/highwater-keeper
     mount --bind "$work/driver" /run/highwater-driver
     say "unpacking $(du -cm "$bundle"/*.tar.xz | tail -1 | cut -f1) MiB"
     local part
@@ -260,12 +266,16 @@ prepare_driver() {
     local library
     library=$(python3 "$here/nvml.py" path) || fail "no NVIDIA driver"
     cp --dereference "$library" /run/highwater-driver/libnvidia-ml.so.1
+    # For the keeper, which makes memory through CUDA.
+    library=${library%/*}/libcuda.so.1
+    [[ -e $library ]] || fail "the driver's libcuda.so.1 is not beside its libnvidia-ml.so.1"
+    cp --dereference "$library" /run/highwater-driver/libcuda.so.1
     timeout 60 python3 "$here/nvml.py" || fail "the driver does not answer through $library"
 }
 
 # What Python with PyTorch needs of this machine is found by running it once.
 probe_python() {
-    cp "$here/workload.py" "$work/pod/"
+    cp "$here"/{workload,runner,driver_cases,torch_cases,thief}.py "$work/pod/"
     if ! timeout 150 python3 "$work/pod/workload.py" needs --backend "$backend" >"$work/needs.json" 2>"$logs/needs.log"; then
         tail -n 5 "$logs/needs.log"
         return 1
@@ -368,10 +378,11 @@ END
 
 import_images() {
     python3 "$here/images.py" pause "$work/images/pause.tar"
-    local name
-    for name in agent operator; do
-        python3 "$here/images.py" program "$work/images/$name.tar" "$name" "$bin/$name" "$work/bundle/libc"
-    done
+    local name guard=usr/lib/highwater/libhighwater-guard.so
+    python3 "$here/images.py" program "$work/images/agent.tar" agent "$work/bundle/libc" \
+        "usr/bin/agent=$bin/agent" "usr/bin/keeper=$bin/keeper" "$guard=$work/bundle/lib/libhighwater-guard.so"
+    python3 "$here/images.py" program "$work/images/operator.tar" operator "$work/bundle/libc" \
+        "usr/bin/operator=$bin/operator"
     python3 "$here/images.py" python "$work/images/python.tar" "$work/needs.json"
     for name in pause agent operator python; do
         timeout 60 ctr --namespace k8s.io images import --snapshotter \
@@ -421,6 +432,8 @@ install() {
         "$work/bundle/manifests/$manifest" >"$logs/apply.log" 2>&1 || { tail -n 5 "$logs/apply.log" && fail "applying the chart"; }
     say "chart applied ($(wc -l <"$logs/apply.log") objects of $manifest)"
     await "agent runs and its GpuMemoryNode is Monitored" 60 - python3 "$here/describe.py" monitored "$node"
+    await "keeper holds and serves" 60 - python3 "$here/describe.py" rolled-out highwater-system highwater-keeper
+    await "kubelet knows the guard's volumes" 30 - python3 "$here/describe.py" csi-driver "$node" guard.highwater.dev
     await "operator is ready" 60 - python3 "$here/describe.py" available highwater-system highwater-operator
 }
 
@@ -436,11 +449,11 @@ main() {
     import_images
     start_kubelet
     install
-    say "checking (about $((grow_seconds + 120)) s)"
+    say "checking ${only:-everything}"
     checking=true
     local code=0
     python3 "$here/check.py" --node "$node" --work "$work" --backend "$backend" \
-        --grow-seconds "$grow_seconds" --report "$out/report.txt" 9>&- &
+        --grow-seconds "$grow_seconds" ${only:+--only "$only"} --report "$out/report.txt" 9>&- &
     wait "$!" || code=$?
     timeout 20 python3 "$here/describe.py" >"$out/cluster.txt" 2>&1 || true
     if $stay; then

@@ -1,6 +1,7 @@
 //! Building the parts: the Go components into a cache by content, the product with cargo.
 
 use std::{
+    collections::BTreeSet,
     fs,
     path::{Path, PathBuf},
     process::Command,
@@ -46,10 +47,15 @@ const MODULES: &[Module] = &[
     Module { name: "kwok", package: "sigs.k8s.io/kwok/cmd/kwok", flags: "-s -w", programs: &["kwok"] },
 ];
 
+/// The guard, by the name that it has in pods.
+pub(crate) const GUARD: &str = "libhighwater-guard.so";
+
 /// A product of this workspace that the cluster runs: package, file in the target folder, and the
 /// name that it gets in the cluster.
 const PRODUCTS: &[(&str, &str, &str)] = &[
     ("highwater-agent", "agent", "agent"),
+    ("highwater-agent", "keeper", "keeper"),
+    (GUARD_PACKAGE, "libhighwater_guard.so", GUARD),
     ("highwater-operator", "operator", "operator"),
     ("highwater-workloads", "workload", "workload"),
     ("gpu-device-plugin", "gpu-device-plugin", "gpu-device-plugin"),
@@ -57,6 +63,13 @@ const PRODUCTS: &[(&str, &str, &str)] = &[
     ("gpusim-cuda", "libgpusim_cuda.so", "libcuda.so.1"),
     ("gpusim-nvml", "libgpusim_nvml.so", "libnvidia-ml.so.1"),
 ];
+
+/// Runs inside other people's processes. Where the product is not built for development, it is
+/// built as it is shipped: by a profile of its own, without the standard library, in a build without
+/// other packages, which would bring that in.
+const GUARD_PACKAGE: &str = "highwater-guard";
+const GUARD_PROFILE: &str = "guard";
+const GUARD_FEATURES: &str = "freestanding";
 
 /// How the product is built.
 #[derive(Args, Clone, Debug)]
@@ -72,6 +85,12 @@ pub struct Build {
 impl Default for Build {
     fn default() -> Self {
         Self { profile: "dev".into(), no_build: false }
+    }
+}
+
+impl Build {
+    fn profile_of(&self, package: &str) -> &str {
+        if package == GUARD_PACKAGE && self.profile != "dev" { GUARD_PROFILE } else { &self.profile }
     }
 }
 
@@ -172,21 +191,29 @@ pub fn build_products(paths: &Paths, build: &Build) -> Result<()> {
         return Ok(());
     }
     tracing::info!("building the product ({})", build.profile);
-    let mut cargo = Command::new("cargo");
-    cargo.args(["build", "--quiet", "--profile", &build.profile]).current_dir(&paths.repository);
-    for (package, _, _) in PRODUCTS {
-        cargo.args(["--package", package]);
+    let packages: BTreeSet<&str> = PRODUCTS.iter().map(|(package, _, _)| *package).collect();
+    let profiles: BTreeSet<&str> = packages.iter().map(|package| build.profile_of(package)).collect();
+    for profile in profiles {
+        let mut cargo = Command::new("cargo");
+        cargo.args(["build", "--quiet", "--profile", profile]).current_dir(&paths.repository);
+        for package in packages.iter().filter(|package| build.profile_of(package) == profile) {
+            cargo.args(["--package", package]);
+        }
+        if profile == GUARD_PROFILE {
+            cargo.args(["--features", GUARD_FEATURES]);
+        }
+        command::run(&mut cargo).context("building the product (--no-build takes what is there)")?;
     }
-    command::run(&mut cargo).context("building the product (--no-build takes what is there)")
+    Ok(())
 }
 
 /// Copies the product to the cluster's folder of binaries, as far as it has changed.
 pub fn place_products(paths: &Paths, build: &Build) -> Result<()> {
     let target =
         std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| paths.repository.join("target"), PathBuf::from);
-    let profile = if build.profile == "dev" { "debug" } else { &build.profile };
     for (package, file, name) in PRODUCTS {
-        let artifact = target.join(profile).join(file);
+        let profile = build.profile_of(package);
+        let artifact = target.join(if profile == "dev" { "debug" } else { profile }).join(file);
         if !artifact.exists() {
             if build.no_build {
                 tracing::warn!("{package} is not built: going on without {name}");
@@ -234,6 +261,14 @@ mod tests {
         assert_ne!(first, key(dir.path(), "-w").unwrap());
         fs::write(dir.path().join("main.go"), "package main").unwrap();
         assert_ne!(first, key(dir.path(), "-s").unwrap());
+    }
+
+    #[test]
+    fn the_guard_has_its_own_profile_beside_a_measured_product() {
+        let build = |profile: &str| Build { profile: profile.into(), no_build: false };
+        assert_eq!(build("release").profile_of(GUARD_PACKAGE), "guard");
+        assert_eq!(build("release").profile_of("highwater-agent"), "release");
+        assert_eq!(build("dev").profile_of(GUARD_PACKAGE), "dev");
     }
 
     #[test]

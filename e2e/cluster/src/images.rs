@@ -14,7 +14,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::{
     command,
-    components::hex,
+    components::{GUARD, hex},
     node,
     paths::{Paths, write},
     spec::Spec,
@@ -35,6 +35,40 @@ const C_LIBRARY: &[&str] = &[
 const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 
 const LIBRARY_FOLDER: &str = "usr/lib/x86_64-linux-gnu";
+
+/// A part of the product, which is a layer in an image.
+struct Part {
+    name: &'static str,
+    image: &'static str,
+    /// Its files: the name among the cluster's programs, and the path in the image, which the chart
+    /// knows.
+    files: &'static [(&'static str, &'static str)],
+}
+
+const PARTS: &[Part] = &[
+    Part { name: "agent", image: "agent", files: &[("agent", "usr/bin/agent")] },
+    Part {
+        name: "keeper",
+        image: "agent",
+        files: &[("keeper", "usr/bin/keeper"), (GUARD, "usr/lib/highwater/libhighwater-guard.so")],
+    },
+    Part { name: "operator", image: "operator", files: &[("operator", "usr/bin/operator")] },
+];
+
+impl Part {
+    /// The layer; none until all of it is built.
+    fn layer(&self, paths: &Paths) -> Result<Option<Vec<u8>>> {
+        let mut layer = Layer::default();
+        for (program, path) in self.files {
+            let program = paths.program(program);
+            if !program.exists() {
+                return Ok(None);
+            }
+            layer.file(path, &fs::read(program)?, 0o755)?;
+        }
+        layer.finish().map(Some)
+    }
+}
 
 /// Builds the images and imports those that a node does not have yet; the names of the new ones.
 pub fn ensure(paths: &Paths, spec: &Spec) -> Result<Vec<String>> {
@@ -62,9 +96,17 @@ pub fn ensure(paths: &Paths, spec: &Spec) -> Result<Vec<String>> {
     Ok(fresh)
 }
 
-/// The digest of each image, by its name.
-pub fn digests(paths: &Paths) -> Result<BTreeMap<String, String>> {
-    Ok(all(paths)?.into_iter().map(|image| (image.name, image.digest)).collect())
+/// A digest of what the pods of each part of the product run. It tells the keeper from the agent,
+/// whose image they share: to replace the keeper for a new agent would be a pity.
+pub fn digests(paths: &Paths) -> Result<BTreeMap<&'static str, String>> {
+    let base = digest(&c_library()?);
+    let mut digests = BTreeMap::new();
+    for part in PARTS {
+        if let Some(layer) = part.layer(paths)? {
+            digests.insert(part.name, digest(format!("{base} {}", digest(&layer)).as_bytes()));
+        }
+    }
+    Ok(digests)
 }
 
 struct Image {
@@ -80,10 +122,12 @@ fn all(paths: &Paths) -> Result<Vec<Image>> {
     let mut images = vec![pause()?];
     let base = c_library()?;
     for name in ["agent", "operator"] {
-        if paths.program(name).exists() {
-            let mut layer = Layer::default();
-            layer.file(&format!("usr/bin/{name}"), &fs::read(paths.program(name))?, 0o755)?;
-            images.push(image(name, &[format!("/usr/bin/{name}")], &[base.clone(), layer.finish()?])?);
+        let mut layers = vec![base.clone()];
+        for part in PARTS.iter().filter(|part| part.image == name) {
+            layers.extend(part.layer(paths)?);
+        }
+        if layers.len() > 1 {
+            images.push(image(name, &[format!("/usr/bin/{name}")], &layers)?);
         }
     }
     images.push(workload(paths, base)?);

@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use crate::{Cluster, command, images};
 
 /// Namespace of the release.
-pub(crate) const NAMESPACE: &str = "highwater-system";
+pub const NAMESPACE: &str = "highwater-system";
 
 /// What is installed, in this order: the release's name is its chart's.
 const RELEASES: [&str; 2] = ["highwater-crds", "highwater"];
@@ -52,11 +52,9 @@ impl Cluster {
             arguments.extend(["--values".into(), file.into()]);
         }
         // The tag stays the same when an image changes; the digest makes new pods of it.
-        for (image, digest) in images::digests(&self.paths)? {
-            if ["agent", "operator"].contains(&image.as_str()) {
-                let value = format!("{image}.podAnnotations.highwater\\.dev/image-digest={digest}");
-                arguments.extend(["--set-string".into(), value.into()]);
-            }
+        for (part, digest) in images::digests(&self.paths)? {
+            let value = format!("{part}.podAnnotations.highwater\\.dev/image-digest={digest}");
+            arguments.extend(["--set-string".into(), value.into()]);
         }
         Ok(arguments)
     }

@@ -55,4 +55,5 @@ pub mod supervisor;
 mod wait;
 
 pub use cluster::Cluster;
+pub use install::NAMESPACE;
 pub use wait::{eventually, never};

@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 use highwater_e2e::{
-    Cluster,
+    Cluster, NAMESPACE,
     components::Build,
     control::{self, Request},
     lifecycle, node,
@@ -21,6 +21,9 @@ use highwater_e2e::{
     spec::Spec,
     supervisor,
 };
+
+/// Parts of the product whose pods have logs of their own.
+const PRODUCT: [&str; 3] = ["agent", "keeper", "operator"];
 
 #[derive(Debug, Parser)]
 #[command(name = "cluster", about)]
@@ -40,7 +43,7 @@ enum Task {
     },
     /// End the cluster and whatever a killed run left behind
     Down,
-    /// Show the components and their state
+    /// Show the components and their state, and the product's pods
     Status,
     /// Rebuild the product and import the images that changed
     Images {
@@ -99,7 +102,8 @@ enum Task {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
         command: Vec<OsString>,
     },
-    /// Show the end of a component's log, or of the supervisor's
+    /// Show the end of a component's log, or of the supervisor's, or of the product's agent, keeper or
+    /// operator
     Logs {
         /// The component's name
         name: String,
@@ -208,6 +212,13 @@ fn run(task: Task) -> Result<()> {
                     .args(command),
             )
         }
+        Task::Logs { name, follow } if PRODUCT.contains(&name.as_str()) => {
+            let component = format!("app.kubernetes.io/component={name}");
+            let mut kubectl = Cluster::attach()?.kubectl_command();
+            kubectl.args(["logs", "--namespace", NAMESPACE, "--selector", &component]);
+            kubectl.args(["--prefix", "--tail=200", &format!("--follow={follow}")]);
+            become_program(&mut kubectl)
+        }
         Task::Logs { name, follow } => {
             let log = paths.log(&name);
             ensure!(log.exists(), "no component {name} has run: `cluster status` lists them");
@@ -247,7 +258,10 @@ fn status(paths: &Paths) -> Result<()> {
     }
     // Whoever reads may stop before the end (`head`).
     let _ = std::io::stdout().write_all(table.as_bytes());
-    Ok(())
+    let mut pods = Cluster::attach()?.kubectl_command();
+    pods.args(["get", "pods", "--namespace", NAMESPACE, "--output=wide", "--request-timeout=3s"]);
+    // Without an API server it says so itself.
+    pods.status().map(drop).context("running kubectl")
 }
 
 #[cfg(test)]
@@ -259,9 +273,14 @@ mod tests {
     #[test]
     fn every_subcommand_can_be_parsed() {
         Arguments::command().debug_assert();
-        for task in
-            ["up --nodes 2", "build", "kubectl -- get pods -A", "exec --node n1 ps", "fleet --nodes 3"]
-        {
+        for task in [
+            "up --nodes 2 --gpu-driver 615.10 --gpu-memory-limits force",
+            "build",
+            "logs keeper",
+            "kubectl -- get pods -A",
+            "exec --node n1 ps",
+            "fleet --nodes 3",
+        ] {
             Arguments::try_parse_from(std::iter::once("cluster").chain(task.split(' '))).unwrap();
         }
     }

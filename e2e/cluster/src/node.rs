@@ -30,6 +30,7 @@ pub const OWN_PATHS: &[&str] = &[
     "/run/containerd",
     "/run/gpusim",
     "/run/highwater",
+    "/run/highwater-keeper",
     "/run/netns",
     "/var/lib/cni",
     "/var/lib/containerd",

@@ -23,11 +23,26 @@ pub struct Spec {
     /// How many pods may share one GPU (resources that the device plugin offers for each)
     #[arg(long, default_value_t = 8)]
     pub gpu_replicas: u32,
+    /// Version of the simulated driver, where not the one that was measured: 615.10 limits the memory
+    /// of cgroups
+    #[arg(long)]
+    pub gpu_driver: Option<String>,
+    /// Whether the simulated driver limits the memory of cgroups, where not as a driver of its version
+    /// does
+    #[arg(long, value_parser = ["auto", "force", "off"])]
+    pub gpu_memory_limits: Option<String>,
 }
 
 impl Default for Spec {
     fn default() -> Self {
-        Self { nodes: 1, gpus: 2, gpu_memory: "80Gi".into(), gpu_replicas: 8 }
+        Self {
+            nodes: 1,
+            gpus: 2,
+            gpu_memory: "80Gi".into(),
+            gpu_replicas: 8,
+            gpu_driver: None,
+            gpu_memory_limits: None,
+        }
     }
 }
 
@@ -108,10 +123,17 @@ impl fmt::Display for Node {
 
 /// The simulated driver's configuration for a node. Devices of different nodes have different UUIDs.
 pub(crate) fn host_configuration(node: &str, spec: &Spec) -> serde_json::Value {
-    serde_json::json!({
+    let mut configuration = serde_json::json!({
         "seed": node,
         "devices": [{"count": spec.gpus, "memory": spec.gpu_memory}],
-    })
+    });
+    let chosen = [("driverVersion", &spec.gpu_driver), ("memoryLimits", &spec.gpu_memory_limits)];
+    if let Some(fields) = configuration.as_object_mut() {
+        fields.extend(chosen.into_iter().filter_map(|(field, value)| {
+            value.as_ref().map(|value| (field.to_owned(), value.as_str().into()))
+        }));
+    }
+    configuration
 }
 
 /// Network namespace of the control plane, the first node and the tests.
@@ -128,6 +150,19 @@ mod tests {
     fn three_real_nodes_are_refused_with_the_way_to_more() {
         let refusal = Spec { nodes: 3, ..Spec::default() }.validate().unwrap_err().to_string();
         assert!(refusal.contains("cluster fleet"), "{refusal}");
+    }
+
+    #[test]
+    fn the_driver_is_only_described_as_far_as_it_was_asked_for() {
+        let plain = host_configuration("n1", &Spec::default());
+        assert_eq!(plain, serde_json::json!({"seed": "n1", "devices": [{"count": 2, "memory": "80Gi"}]}));
+        let spec = Spec {
+            gpu_driver: Some("615.10".into()),
+            gpu_memory_limits: Some("force".into()),
+            ..Spec::default()
+        };
+        let newer = host_configuration("n1", &spec);
+        assert_eq!((&newer["driverVersion"], &newer["memoryLimits"]), (&"615.10".into(), &"force".into()));
     }
 
     #[test]

@@ -5,12 +5,16 @@
 #![allow(clippy::indexing_slicing)]
 
 mod audit;
+mod inside;
 mod metrics;
+mod node;
 mod objects;
 mod scenario;
 
 pub use audit::Write;
+pub use inside::{Call, Line, Ran, calls, infos};
 pub use metrics::{Samples, parse_metrics};
+pub use node::{Kept, restarts};
 pub use objects::{ModelServer, deployment, enforce, policy};
 pub use scenario::{Scenario, scenario};
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
@@ -52,6 +52,31 @@ impl Samples {
     pub fn bytes(&self, name: &str, labels: &[(&str, &str)]) -> Result<Option<i64>> {
         #[allow(clippy::cast_possible_truncation)] // sizes in bytes are whole and below 2^53
         Ok(self.value(name, labels)?.map(|value| value as i64))
+    }
+
+    /// The sum of a metric over every series with these labels, as whole bytes.
+    pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> i64 {
+        #[allow(clippy::cast_possible_truncation)] // sizes in bytes are whole and below 2^53
+        let sum = self.values(name, labels).iter().sum::<f64>() as i64;
+        sum
+    }
+
+    /// Fails where the buckets of a device are not all of it.
+    pub fn adds_up(&self, device: &str) -> Result<()> {
+        let labels = [("device", device)];
+        let capacity = self.bytes("highwater_device_capacity_bytes", &labels)?.context("a capacity")?;
+        let buckets = self.sum("highwater_device_memory_bytes", &labels);
+        ensure!(buckets == capacity, "device {device}: the buckets add up to {buckets} of {capacity}");
+        Ok(())
+    }
+
+    /// The values that a label takes in a metric where its other labels are these.
+    pub fn labels(&self, name: &str, labels: &[(&str, &str)], label: &str) -> Vec<String> {
+        let found = self.0.iter().filter(|sample| {
+            let fits = |(key, value): &(&str, &str)| sample.labels.get(*key).is_some_and(|v| v == value);
+            sample.name == name && labels.iter().all(fits)
+        });
+        found.filter_map(|sample| sample.labels.get(label).cloned()).collect()
     }
 
     /// The devices on which a pod has a series.
@@ -133,6 +158,9 @@ mod tests {
         assert_eq!(samples.value("b", &[]).unwrap(), Some(5.0));
         assert_eq!(samples.value("c", &[]).unwrap(), None);
         assert!(samples.value("a", &[]).is_err());
+        assert_eq!(samples.sum("a", &[]), 4003);
+        assert_eq!(samples.labels("a", &[("x", "1")], "y"), ["two"]);
+        assert!(samples.labels("a", &[("x", "2")], "y").is_empty());
         assert!(parse_metrics("garbage").is_err());
     }
 }

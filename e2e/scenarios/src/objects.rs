@@ -1,5 +1,6 @@
 //! The objects that scenarios apply.
 
+use highwater_crds::names;
 use serde_json::{Value, json};
 
 use crate::NODE;
@@ -14,7 +15,8 @@ pub struct ModelServer {
     grace_period_seconds: i64,
     replicas: i32,
     gpus: i32,
-    env: Value,
+    env: Vec<Value>,
+    restricted: bool,
 }
 
 impl ModelServer {
@@ -28,7 +30,8 @@ impl ModelServer {
             grace_period_seconds: 1,
             replicas: 1,
             gpus: 1,
-            env: json!([]),
+            env: Vec::new(),
+            restricted: false,
         }
     }
 
@@ -71,20 +74,50 @@ impl ModelServer {
         self
     }
 
+    /// Opts its pods in to the guard.
+    #[must_use]
+    pub fn guarded(self) -> Self {
+        self.label(names::GUARD_LABEL, "true")
+    }
+
+    /// Sets a variable of its environment.
+    #[must_use]
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.env.push(json!({"name": name, "value": value}));
+        self
+    }
+
+    /// Lets its pods ask for no more than namespaces of level `restricted` allow.
+    #[must_use]
+    pub fn restricted(mut self) -> Self {
+        self.restricted = true;
+        self
+    }
+
     /// The pod template.
     pub fn template(&self) -> Value {
+        let (pod_security, container_security) = if self.restricted {
+            (
+                json!({"runAsNonRoot": true, "runAsUser": 65534, "seccompProfile": {"type": "RuntimeDefault"}}),
+                json!({"allowPrivilegeEscalation": false, "capabilities": {"drop": ["ALL"]}}),
+            )
+        } else {
+            (json!({}), json!({}))
+        };
         json!({
             "metadata": {"labels": self.labels, "annotations": self.annotations},
             "spec": {
                 // Scenarios look at one node; a second one may be up.
                 "nodeSelector": {"kubernetes.io/hostname": NODE},
                 "terminationGracePeriodSeconds": self.grace_period_seconds,
+                "securityContext": pod_security,
                 "containers": [{
                     "name": "server",
                     "image": "highwater.local/workload:dev",
                     "imagePullPolicy": "Never",
                     "args": ["--script", self.script],
                     "env": self.env,
+                    "securityContext": container_security,
                     "resources": {"limits": if self.gpus == 0 { json!({}) } else { json!({"nvidia.com/gpu": self.gpus.to_string()}) }},
                     "volumeMounts": [{"name": "highwater", "mountPath": "/var/run/highwater"}],
                 }],

@@ -24,7 +24,7 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-use crate::{NODE, SYSTEM, Samples, TIMEOUT, deployment, metrics, policy};
+use crate::{ModelServer, NODE, SYSTEM, Samples, TIMEOUT, deployment, metrics, policy};
 
 /// Marks the namespaces of scenarios.
 const LABEL: &str = "highwater.dev/scenario";
@@ -231,6 +231,12 @@ impl Scenario {
         self.running(name).await
     }
 
+    /// The same for a model server that opted in to the guard.
+    pub async fn start_guarded(&self, name: &str, script: &str) -> Result<Pod> {
+        self.apply(&ModelServer::new(name, script).guarded().deployment()).await?;
+        self.running(name).await
+    }
+
     /// Waits until the policy is programmed and the node's agent follows that plan.
     pub async fn programmed(&self, name: &str) -> Result<()> {
         self.policy_condition(name, "Programmed", "True", "Programmed").await?;
@@ -429,14 +435,19 @@ impl Scenario {
 
     /// The agent's pod on a node.
     pub async fn agent(&self, node: &str) -> Result<Pod> {
+        self.component("agent", node).await
+    }
+
+    /// The pod of a component on a node: `agent` or `keeper`.
+    pub async fn component(&self, component: &str, node: &str) -> Result<Pod> {
         let pods: Api<Pod> = Api::namespaced(self.client.clone(), SYSTEM);
         let selector = ListParams::default()
-            .labels("app.kubernetes.io/component=agent")
+            .labels(&format!("app.kubernetes.io/component={component}"))
             .fields(&format!("spec.nodeName={node},status.phase=Running"));
         let list = pods.list(&selector).await?;
         list.into_iter()
             .find(|pod| pod.metadata.deletion_timestamp.is_none())
-            .with_context(|| format!("no agent runs on {node}"))
+            .with_context(|| format!("no {component} runs on {node}"))
     }
 
     /// Scrapes the agent of a node.
@@ -537,7 +548,7 @@ impl Scenario {
                 answer.unwrap_or_else(|e| format!("{e:#}"))
             );
         }
-        for component in ["agent", "operator"] {
+        for component in ["agent", "keeper", "operator"] {
             let selector = format!("app.kubernetes.io/component={component}");
             let arguments = ["logs", "-n", SYSTEM, "-l", &selector, "--tail=40", "--prefix"];
             let answer = self.cluster.kubectl(arguments).await;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use highwater_crds::{DecisionState, DeviceFault, GpuMemoryNode};
 use highwater_e2e::{eventually, never};
-use highwater_scenarios::{GI, MI, NODE, Samples, Scenario, TIMEOUT, deployment, enforce, scenario};
+use highwater_scenarios::{GI, MI, NODE, Scenario, TIMEOUT, deployment, enforce, scenario};
 use k8s_openapi::api::core::v1::Pod;
 use kube::{Api, ResourceExt as _, api::DeleteParams};
 use serde_json::json;
@@ -26,7 +26,7 @@ fn the_buckets_add_up_to_the_device() -> Result<()> {
         }
         let samples = s.metrics(NODE).await?;
         for device in samples.label_values("highwater_device_capacity_bytes", "device") {
-            adds_up(&samples, &device)?;
+            samples.adds_up(&device)?;
         }
         Ok(())
     })
@@ -44,7 +44,7 @@ fn a19_memory_of_a_process_of_no_pod_is_foreign() -> Result<()> {
                 foreign == Some(74 * GI)
             })
             .await?;
-            adds_up(&s.metrics(NODE).await?, &device)?;
+            s.metrics(NODE).await?.adds_up(&device)?;
             emergency_without_culprit(s, "a19", &pod, &device).await
         }
         .await;
@@ -61,7 +61,7 @@ fn l03_l04_zombie_memory_is_a_metric_and_a_condition_and_no_pod_is_blamed() -> R
         s.fault(NODE, &["--device", &device, "zombie", "--pid", "4194400", "--bytes", "74Gi"]).await?;
         s.metric(BUCKETS, &[("bucket", "zombie"), ("device", &device)], |zombie| zombie == Some(74 * GI))
             .await?;
-        adds_up(&s.metrics(NODE).await?, &device)?;
+        s.metrics(NODE).await?.adds_up(&device)?;
         attention_is_asked_for(s).await?;
         emergency_without_culprit(s, "l03", &pod, &device).await
     })
@@ -169,7 +169,7 @@ fn a16_the_drivers_reserve_is_not_promised_to_anybody() -> Result<()> {
         let tenth = capacity.map(|capacity| capacity / 10);
         s.metric(BUCKETS, &[("bucket", "driver_reserved"), ("device", "0")], |reserved| reserved >= tenth)
             .await?;
-        adds_up(&s.metrics(NODE).await?, "0")
+        s.metrics(NODE).await?.adds_up("0")
     })
 }
 
@@ -251,14 +251,4 @@ async fn device_fault(s: &Scenario, expected: Option<DeviceFault>) -> Result<()>
         Ok(())
     })
     .await
-}
-
-fn adds_up(samples: &Samples, device: &str) -> Result<()> {
-    let labels = [("device", device)];
-    let capacity = samples.bytes("highwater_device_capacity_bytes", &labels)?.context("a capacity")?;
-    let buckets: f64 = samples.values(BUCKETS, &labels).iter().sum();
-    #[allow(clippy::cast_possible_truncation)] // sizes in bytes are whole and below 2^53
-    let buckets = buckets as i64;
-    ensure!(buckets == capacity, "device {device}: the buckets add up to {buckets} of {capacity}");
-    Ok(())
 }

@@ -12,7 +12,7 @@ fn the_api_server_refuses_what_cannot_be_right_and_says_what_to_change() -> Resu
     scenario("refused", async |s| {
         let breaker = |warning: Value, critical: Value| json!([{"scope": "Device", "warning": warning, "critical": critical}]);
         let mark = |trip: i32, clear: i32| json!({"tripPercent": trip, "clearPercent": clear});
-        let cases: [(&str, &str, Value, &str); 14] = [
+        let cases: [(&str, &str, Value, &str); 19] = [
             (
                 "clear above trip",
                 "breakers",
@@ -54,7 +54,37 @@ fn the_api_server_refuses_what_cannot_be_right_and_says_what_to_change() -> Resu
                 json!({"default": {"limit": "8Gi"}, "breach": {"actions": [{"type": "Park"}]}}),
                 "not yet served",
             ),
-            ("pool not served", "pool", json!({"sizePercent": 60}), "not yet served"),
+            (
+                "pool above its cap",
+                "pool",
+                json!({"sizePercent": 60, "maxPercent": 50}),
+                "sizePercent must not be above maxPercent",
+            ),
+            ("a pool without a size", "pool", json!({"startHoldSeconds": 60}), "need a pool"),
+            (
+                "a pool that flaps",
+                "pool",
+                json!({"sizePercent": 60, "adaptive": {"growAbovePercent": 50, "shrinkBelowPercent": 50}}),
+                "shrinkBelowPercent must be below",
+            ),
+            (
+                "a wait without end",
+                "pool",
+                json!({"sizePercent": 60, "allocationWaitSeconds": 61}),
+                "should be less than or equal to 60",
+            ),
+            (
+                "kernel limits asked for and switched off",
+                "quota",
+                json!({"kernelLimits": "Off", "rules": [{"name": "r", "pods": {}, "limit": "8Gi", "minimumStrength": "Kernel"}]}),
+                "kernelLimits is Off",
+            ),
+            (
+                "unknown managed memory",
+                "quota",
+                json!({"rules": [{"name": "r", "pods": {}, "limit": "8Gi", "managedMemory": "Hide"}]}),
+                "Unsupported value: \"Hide\"",
+            ),
             ("leaks not served", "leaks", json!({}), "not yet served"),
             ("Enforce without budget", "remediation", Value::Null, "needs remediation.budget"),
         ];

@@ -141,18 +141,9 @@ async fn reach(s: &Scenario, pod: &Pod, point: Point) -> Result<()> {
 /// Kills the agent and waits until its successor measures; the ledger must then be right within
 /// a second.
 async fn kill_agent(s: &Scenario) -> Result<()> {
-    let pod = s.agent(NODE).await?;
-    let restarts = |pod: &Pod| -> i32 {
-        pod.status.iter().flat_map(|s| s.container_statuses.iter().flatten()).map(|c| c.restart_count).sum()
-    };
-    let before = restarts(&pod);
-    s.cluster.on_node(NODE, "pkill", &["-KILL", "-x", "agent"]).await?;
-    eventually("the agent's successor to measure", TIMEOUT, async || {
-        let pod = s.agent(NODE).await?;
-        ensure!(restarts(&pod) > before, "it has not been restarted");
-        s.metrics(NODE).await.map(drop)
-    })
-    .await?;
+    let agent = s.agent(NODE).await?;
+    s.kill("agent").await?;
+    s.back("agent", &agent).await?;
     eventually("the ledger to be right", Duration::from_secs(1), async || ledger_is_right(s).await).await
 }
 
@@ -160,13 +151,7 @@ async fn kill_agent(s: &Scenario) -> Result<()> {
 async fn ledger_is_right(s: &Scenario) -> Result<()> {
     let samples = s.metrics(NODE).await?;
     for device in ["0", "1"] {
-        let labels = [("device", device)];
-        let capacity =
-            samples.bytes("highwater_device_capacity_bytes", &labels)?.context("no capacity yet")?;
-        let buckets: f64 = samples.values("highwater_device_memory_bytes", &labels).iter().sum();
-        #[allow(clippy::cast_possible_truncation)] // sizes in bytes are whole and below 2^53
-        let buckets = buckets as i64;
-        ensure!(buckets == capacity, "device {device}: {buckets} of {capacity}");
+        samples.adds_up(device)?;
         let foreign =
             samples.bytes("highwater_device_memory_bytes", &[("device", device), ("bucket", "foreign")])?;
         ensure!(foreign == Some(0), "device {device}: pods taken for foreign: {foreign:?}");
