@@ -181,7 +181,7 @@ def steal(report, nvml, cluster, unit):
     """Two that take what they can get: one that no list shows, one that its guard does not see."""
     neighbour = cluster.pod("static")
     for app, how, guard, what in (("thief", "handles", False, "a thief without a context"),
-                                  ("avoider", "namespace", True, "a program that avoids its guard")):
+                                  ("avoider", "copy", True, "a program that avoids its guard")):
         pod = cluster.deploy(app, guard=guard)
         name = pod["metadata"]["name"]
         until(f"the agent knows {app}", 10, lambda: Page().of(name, "highwater_pod_overshoot_bytes") is not None)

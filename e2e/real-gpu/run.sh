@@ -199,7 +199,7 @@ prepare() {
     trap 'exit 143' TERM INT HUP
     (set +e && stop_everything)
     [[ -z $(pod_processes) ]] || fail "a kubelet is at work on this machine: pods in $(pod_cgroups | head -1)"
-    mkdir -p "$work"/{bundle,pids,pki,logs/pods,images,containerd,cni,kubelet,state,keeper,driver,run-containerd,control,pod}
+    mkdir -p "$work"/{bundle,pids,pki,logs/pods,images,containerd,cni,kubelet,driver,run-containerd,control,pod}
     mount --make-rshared /
     local path
     for path in /var/lib/kubelet /run/containerd /run/highwater /run/highwater-keeper /run/highwater-driver; do
@@ -207,8 +207,9 @@ prepare() {
     done
     mount --bind "$work/kubelet" /var/lib/kubelet
     mount --bind "$work/run-containerd" /run/containerd
-    mount --bind "$work/state" /run/highwater
-    mount --bind "$work/keeper" /run/highwater-keeper
+    # As on a node, where /run is in memory: the agent's journal is synced before anything is granted.
+    mount -t tmpfs -o mode=755 highwater /run/highwater
+    mount -t tmpfs -o mode=755 highwater /run/highwater-keeper
     mount --bind "$work/driver" /run/highwater-driver
     say "unpacking $(du -cm "$bundle"/*.tar.xz | tail -1 | cut -f1) MiB"
     local part

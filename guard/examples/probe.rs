@@ -585,10 +585,17 @@ impl Probe {
                 self.note(code, at(1), pointer)
             }
             "ipcclose" => call!(driver, cuIpcCloseMemHandle(self.get(at(1)) => u64)).to_string(),
-            "threads" => self.threads(at(1).parse().unwrap(), size(at(2)), at(3).parse().unwrap()),
+            "threads" => self.threads(at(1).parse().unwrap(), (size(at(2)), 1), at(3).parse().unwrap()),
+            // The first allocates so much, and each four times as much as the one before.
+            "rising" => self.threads(at(1).parse().unwrap(), (size(at(2)), 4), 1),
             "many" => self.many(at(1).parse().unwrap(), size(at(2))),
             "forever" => self.forever(size(at(1))),
             "fork" => self.fork(line.split_once(' ').unwrap().1),
+            "high" => {
+                let descriptors = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+                let number = |entry: std::fs::DirEntry| entry.file_name().to_str()?.parse::<c_int>().ok();
+                descriptors.filter_map(number).filter(|descriptor| *descriptor >= 512).count().to_string()
+            }
             "highclose" => {
                 // SAFETY: nothing of the probe's own is there.
                 (512..1024).for_each(|descriptor| unsafe {
@@ -644,13 +651,14 @@ impl Probe {
     }
 
     /// Threads that all ask at once, several times: how many in each round got something.
-    fn threads(&self, count: usize, bytes: u64, rounds: usize) -> String {
+    fn threads(&self, count: usize, (first, factor): (u64, u64), rounds: usize) -> String {
         let (driver, device) = (self.driver, self.device);
         let barrier = Barrier::new(count);
         let codes: Vec<Vec<c_uint>> = std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..count)
-                .map(|_| {
+            let threads: Vec<_> = (0..count as u32)
+                .map(|index: u32| {
                     let barrier = &barrier;
+                    let bytes = first * factor.pow(index);
                     scope.spawn(move || {
                         let mut context = std::ptr::null_mut();
                         call!(driver, cuDevicePrimaryCtxRetain(&raw mut context => *mut Handle, device => c_int));

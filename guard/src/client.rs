@@ -4,7 +4,7 @@
 //! that they do not know and reuse their numbers, so the socket is recognised by its inode before
 //! every use. A child of a fork has its own connection.
 
-use core::ffi::CStr;
+use core::ffi::{CStr, c_char, c_int, c_void};
 use core::mem::MaybeUninit;
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
@@ -44,6 +44,8 @@ const HIGH_DESCRIPTOR: RawFd = 512;
 
 /// Answers to threads that did not read them themselves.
 const ANSWERS: usize = 32;
+/// How long after its deadline a question is remembered: its thread may have gone without a word.
+const STALE: u64 = SECOND;
 
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -52,6 +54,12 @@ struct Inbox {
     ticket: u32,
     /// 0 while it is awaited, 1 granted, else 2 plus the position of the reason.
     verdict: u32,
+    /// When nobody waits for it any more.
+    until: Moment,
+}
+
+impl Inbox {
+    const EMPTY: Self = Self { ticket: 0, verdict: 0, until: 0 };
 }
 
 /// The connection.
@@ -174,6 +182,8 @@ impl Client {
         }
         self.connected = 0;
         OPENED.store(-1, Ordering::Relaxed);
+        // Whoever asked through it has to ask again.
+        self.inbox = [Inbox::EMPTY; ANSWERS];
     }
 
     /// Whether the agent at the other end is still there.
@@ -231,6 +241,7 @@ impl Client {
         self.socket = high.unwrap_or(socket).into_raw_fd();
         (self.device, self.inode) = (stat.st_dev, stat.st_ino);
         self.connected = 1;
+        close_in_children();
         OPENED_INODE.store(stat.st_ino, Ordering::Relaxed);
         OPENED.store(self.socket, Ordering::Relaxed);
         Ok(())
@@ -267,11 +278,18 @@ impl Client {
     }
 
     /// Asks for more; returns the ticket.
-    fn question(&mut self, ordinal: usize, wanted_total: u64, wait: u64) -> Result<u32, Errno> {
+    fn question(
+        &mut self,
+        ordinal: usize,
+        wanted_total: u64,
+        wait: u64,
+        deadline: Moment,
+    ) -> Result<u32, Errno> {
         self.ticket = self.ticket.wrapping_add(1).max(1);
-        let ticket = self.ticket;
-        let free = self.inbox.iter_mut().find(|awaited| awaited.ticket == 0).ok_or(Errno::AGAIN)?;
-        *free = Inbox { ticket, verdict: 0 };
+        let (ticket, now) = (self.ticket, sys::now());
+        let is_free = |awaited: &Inbox| awaited.ticket == 0 || awaited.until < now;
+        let free = self.inbox.iter_mut().find(|awaited| is_free(awaited)).ok_or(Errno::AGAIN)?;
+        *free = Inbox { ticket, verdict: 0, until: deadline.saturating_add(STALE) };
         let asked = self.send(&ToAgent::Grant {
             device: u32::try_from(ordinal).unwrap_or(u32::MAX),
             ticket,
@@ -286,15 +304,20 @@ impl Client {
 
     fn forget(&mut self, ticket: u32) {
         if let Some(awaited) = self.inbox.iter_mut().find(|awaited| awaited.ticket == ticket) {
-            *awaited = Inbox { ticket: 0, verdict: 0 };
+            *awaited = Inbox::EMPTY;
         }
+    }
+
+    /// Whether an answer to a question may still come.
+    fn awaits(&self, ticket: u32) -> bool {
+        self.inbox.iter().any(|awaited| awaited.ticket == ticket)
     }
 
     /// The answer to a question, once.
     fn answer(&mut self, ticket: u32) -> Option<Answer> {
         let awaited = self.inbox.iter_mut().find(|awaited| awaited.ticket == ticket)?;
         let verdict = awaited.verdict.checked_sub(1)?;
-        *awaited = Inbox { ticket: 0, verdict: 0 };
+        *awaited = Inbox::EMPTY;
         let Some(position) = verdict.checked_sub(1).and_then(|at| usize::try_from(at).ok()) else {
             return Some(Answer::LookAgain);
         };
@@ -309,6 +332,35 @@ impl Client {
         }
         self.strict == 1
     }
+}
+
+#[link(name = "c")]
+unsafe extern "C" {
+    fn getenv(name: *const c_char) -> *const c_char;
+
+    /// What `pthread_atfork` is, which before version 2.34 is in no shared library.
+    fn __register_atfork(
+        prepare: Option<extern "C" fn()>,
+        parent: Option<extern "C" fn()>,
+        child: Option<extern "C" fn()>,
+        library: *mut c_void,
+    ) -> c_int;
+}
+
+/// Sees to it that forked children let go of the socket at once. One that kept it open, and perhaps
+/// never uses the driver, would pass for its parent when that has run another program since.
+fn close_in_children() {
+    static REGISTERED: AtomicU32 = AtomicU32::new(0);
+    if REGISTERED.swap(1, Ordering::Relaxed) == 0 {
+        // SAFETY: the function may be called in any child, and the library is never unloaded.
+        // Where it cannot be registered, a child closes the socket when it connects by itself.
+        let _left = unsafe { __register_atfork(None, None, Some(in_child), core::ptr::null_mut()) };
+    }
+}
+
+/// Calls the kernel only, as is due between fork and exec.
+extern "C" fn in_child() {
+    drop_inherited();
 }
 
 /// Closes the socket that this process inherited by a fork, if it is still that.
@@ -444,9 +496,17 @@ pub(crate) fn greet(state: &'static State) {
     }
 }
 
-/// Whether the driver would work through a server of MPS.
+/// Whether the driver would work through a server of MPS: where it is, the driver is told as here.
 fn is_mps_client() -> bool {
-    rustix::fs::access(c"/tmp/nvidia-mps/control", Access::EXISTS).is_ok()
+    // SAFETY: the name is a text, and so is what is found; the driver reads it in the same call.
+    let set = unsafe {
+        let set = getenv(c"CUDA_MPS_PIPE_DIRECTORY".as_ptr());
+        if set.is_null() { c"/tmp/nvidia-mps" } else { CStr::from_ptr(set) }
+    };
+    let mut path = Path { bytes: [0; PATH], length: 0 };
+    // One that is too long for a socket's address is too long for the driver.
+    path.add(set.to_bytes()).and_then(|()| path.add(b"/control")).is_some()
+        && path.as_c_str().is_some_and(|path| rustix::fs::access(path, Access::EXISTS).is_ok())
 }
 
 /// Waits for the agent: the first time up to two seconds, later not at all, but one is looked for
@@ -517,6 +577,8 @@ pub(crate) fn ask(
             }
             break;
         }
+        // Another thread may have gone over to a new agent, which was not asked.
+        ticket = ticket.filter(|number| client.awaits(*number));
         if let Some(number) = ticket {
             match client.answer(number) {
                 // Whoever comes next will do.
@@ -533,7 +595,7 @@ pub(crate) fn ask(
             }
         } else {
             let left = wait.saturating_sub(sys::now().saturating_sub(asked));
-            match client.question(ordinal, wanted_total, left) {
+            match client.question(ordinal, wanted_total, left, deadline) {
                 Ok(number) => ticket = Some(number),
                 Err(_) if pause(client, deadline) => continue,
                 Err(_) => break,

@@ -828,6 +828,50 @@ fn a_keeper_that_goes_takes_nothing_from_anybody_and_that_is_told_when_it_lasts(
 }
 
 #[test]
+fn a_keeper_that_is_busy_when_it_is_met_holds_what_it_says() {
+    let mut bench = Bench::new(&enforced(&pool()));
+    let busy = |bench: &mut Bench, ballast_bytes| {
+        let device =
+            DeviceStatus { uuid: DEVICE.into(), ballast_bytes, busy: true, ..DeviceStatus::default() };
+        bench.engine.keeper(Heard::Up(Status { devices: vec![device], ..Status::default() }));
+    };
+    bench.engine.keeper(Heard::Away("gone".into()));
+    bench.card.ballast = 4 * GI;
+    busy(&mut bench, 4 * GI);
+    bench.sample(20);
+    assert_eq!(bench.engine.pools.report(DEVICE).unwrap().ballast, Some(4 * GI));
+    // From then on its answers say more.
+    while bench.obey() {}
+    let held = bench.card.ballast;
+    busy(&mut bench, held + 5 * GI);
+    bench.sample(20);
+    assert_eq!(bench.engine.pools.report(DEVICE).unwrap().ballast, Some(held));
+}
+
+#[test]
+fn a_reservation_that_a_hand_over_ends_is_taken_up_again_at_once() {
+    let mut bench = Bench::new(&enforced(&Value::Null));
+    bench.plan(&enforced(&pool()), 2);
+    let reserves = |bench: &Bench| {
+        let orders = bench.orders.take();
+        orders.iter().any(|order| matches!(order, Order::Keeper(link::Order::Reserve { .. })))
+    };
+    bench.sample(20);
+    assert!(reserves(&bench));
+    let interrupted =
+        Reserved { bytes: 0, ballast_bytes: 0, end: End::Interrupted, message: None, free_bytes: None };
+    bench.engine.keeper(Heard::Reserved { device: DEVICE.into(), result: Ok(interrupted) });
+    bench.sample(20);
+    assert!(reserves(&bench));
+    // While it is handing over it refuses.
+    bench.engine.keeper(Heard::Reserved { device: DEVICE.into(), result: Err("handing over".into()) });
+    bench.sample(20);
+    assert!(!reserves(&bench), "not in a loop");
+    bench.sample(100);
+    assert!(reserves(&bench), "and not 10 seconds later");
+}
+
+#[test]
 fn what_is_being_held_back_is_not_taken_for_somebodys_use() {
     let mut bench = Bench::new(&enforced(&Value::Null));
     bench.plan(&enforced(&pool()), 2);

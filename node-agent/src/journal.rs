@@ -24,7 +24,11 @@ impl Grants {
     pub(crate) fn open(state_dir: &Path, proc_root: &Path) -> Self {
         let path = state_dir.join("grants.json");
         let boot = fs::read_to_string(proc_root.join("sys/kernel/random/boot_id")).unwrap_or_default();
-        let boot = boot.trim().to_owned();
+        let boot = match boot.trim() {
+            // Then nothing is known to be of this boot: what this agent writes is for itself alone.
+            "" => format!("unknown, agent {} of {}", std::process::id(), jiff::Timestamp::now()),
+            boot => boot.to_owned(),
+        };
         let written = match fs::read_to_string(&path) {
             Ok(text) => Journal::parse(&text, &boot).unwrap_or_else(|error| {
                 warn!(%error, path = %path.display(), "the grants of an earlier agent are not known");
@@ -115,6 +119,15 @@ mod tests {
         assert!(grants.write(vec![entry(8)]).is_err());
         assert_eq!(grants.device("GPU-1"), Some(&entry(7)));
         assert_eq!(Grants::open(state.path(), proc.path()).device("GPU-1"), Some(&entry(7)));
+    }
+
+    #[test]
+    fn where_the_boot_cannot_be_told_nothing_is_taken_for_this_one() {
+        let (state, proc) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let mut grants = Grants::open(state.path(), proc.path());
+        grants.write(vec![entry(7)]).unwrap();
+        assert_eq!(grants.device("GPU-1"), Some(&entry(7)));
+        assert!(Grants::open(state.path(), proc.path()).devices().is_empty());
     }
 
     #[test]

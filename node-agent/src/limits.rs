@@ -94,6 +94,8 @@ struct State {
     /// What is set, since when it has been, and when it was last seen to.
     set: Option<(u64, Timestamp, Millis)>,
     in_flight: bool,
+    /// A limit may be set, whatever became of the last attempt.
+    touched: bool,
     failed: Option<StrengthReason>,
     not_before: Millis,
     told: bool,
@@ -120,7 +122,8 @@ impl Limits {
         }
         let due = match (limit, state.set) {
             (Some(limit), Some((set, _, at))) => limit != set || now.since(at) >= CONTAINERS_EVERY,
-            (limit, set) => limit.is_some() != set.is_some(),
+            (Some(_), None) => true,
+            (None, _) => state.touched,
         };
         if !due {
             return None;
@@ -130,6 +133,7 @@ impl Limits {
             return None;
         }
         state.in_flight = true;
+        state.touched = true;
         Some(Task { pod: Arc::clone(pod), device: Arc::clone(device), bytes: limit })
     }
 
@@ -163,6 +167,7 @@ impl Limits {
                     warn!(%pod, %device, why, "the driver does not hold the pod to its limit");
                 }
                 state.set = None;
+                state.touched &= *failure != Failure::NoCgroup;
                 state.failed = Some(reason);
                 state.not_before = now.plus(pause);
                 None
@@ -321,6 +326,25 @@ mod tests {
         assert_eq!(lift.bytes, None);
         limits.done(&Outcome { task: lift, result: Ok(()) }, Millis(10_600), wall());
         assert_eq!(want(&mut limits, None, Some(1), 10_700), None);
+    }
+
+    #[test]
+    fn a_limit_that_may_be_set_is_lifted_whatever_the_last_answer_was() {
+        let mut limits = Limits::default();
+        let (pod, device): (Arc<str>, Arc<str>) = ("p".into(), "GPU-1".into());
+        for (failure, lifts) in [(Failure::Refused("no".into()), true), (Failure::NoCgroup, false)] {
+            let task = limits.want(&pod, &device, Some(8), None, Millis(0)).unwrap();
+            limits.done(&Outcome { task, result: Ok(()) }, Millis(0), wall());
+            let again = limits.want(&pod, &device, Some(8), None, Millis(10_000)).unwrap();
+            limits.done(&Outcome { task: again, result: Err(failure) }, Millis(10_000), wall());
+            let lift = limits.want(&pod, &device, None, None, Millis(50_000));
+            assert_eq!(lift.as_ref().map(|task| task.bytes), lifts.then_some(None));
+            if let Some(task) = lift {
+                limits.done(&Outcome { task, result: Ok(()) }, Millis(50_000), wall());
+            }
+            assert_eq!(limits.want(&pod, &device, None, None, Millis(90_000)), None);
+            limits.retain(|_| false);
+        }
     }
 
     #[test]

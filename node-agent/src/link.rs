@@ -115,6 +115,11 @@ pub(crate) async fn run(
             Ok((keeper, status)) => {
                 info!(keeper = status.version, "the keeper answers");
                 away = false;
+                if is_busy(&status) {
+                    // With what an earlier agent asked for: what it holds is known when that is over.
+                    let (keeper, heard) = (keeper.clone(), heard.clone());
+                    tokio::spawn(async move { tell_status_until_calm(&keeper, &heard).await });
+                }
                 // The loop ended: so will this.
                 let _ = heard.send(Heard::Up(status));
                 if !serve(&keeper, &mut orders, &heard, &mut stand_down).await {
@@ -187,6 +192,23 @@ async fn tell_status(keeper: &Keeper, heard: &UnboundedSender<Heard>) {
     if let Ok(status) = keeper.status().await {
         let _ = heard.send(Heard::Up(status));
     }
+}
+
+async fn tell_status_until_calm(keeper: &Keeper, heard: &UnboundedSender<Heard>) {
+    let mut busy = true;
+    while busy {
+        sleep(AGAIN).await;
+        let Ok(status) = keeper.status().await else { return };
+        busy = is_busy(&status);
+        if heard.send(Heard::Up(status)).is_err() {
+            return;
+        }
+    }
+}
+
+/// Whether what the keeper holds is about to change.
+fn is_busy(status: &Status) -> bool {
+    status.devices.iter().any(|device| device.busy)
 }
 
 async fn obey(keeper: &Keeper, order: Order, heard: &UnboundedSender<Heard>) {

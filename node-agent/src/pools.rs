@@ -127,6 +127,10 @@ impl Ballast {
     }
 }
 
+/// The keeper did not do what it was asked, or did not say.
+#[derive(Clone, Copy)]
+struct KeeperFailed;
+
 /// How a pool stands for a pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Standing {
@@ -254,6 +258,7 @@ impl Pools {
         };
         let settings = settings(policy);
         let grants = &self.grants;
+        let flight = self.ballasts.get(device).and_then(|ballast| ballast.flight);
         let pool = self.by_device.entry(Arc::clone(device)).or_insert_with(|| {
             info!(%device, percent = settings.size_percent, "the device has a pool");
             let state = match grants.device(device) {
@@ -261,7 +266,7 @@ impl Pools {
                 None => DevicePool::new(settings.clone()),
             };
             Pool {
-                state,
+                state: state.awaiting(flight),
                 overshoot_limit: 0,
                 wait: 0,
                 demands: None,
@@ -432,15 +437,16 @@ impl Pools {
 
     /// The keeper answers, and holds this.
     pub(crate) fn up(&mut self, status: &Status, now: Millis) {
-        self.hurry |= self.keeper != Keeper::Up;
-        self.keeper = Keeper::Up;
+        let met = std::mem::replace(&mut self.keeper, Keeper::Up) != Keeper::Up;
+        self.hurry |= met;
         for device in &status.devices {
             self.ballasts.entry(device.uuid.as_str().into()).or_default();
         }
         for (uuid, ballast) in &mut self.ballasts {
             let device = status.device(uuid);
-            // While something is under way, its answer says more.
-            if ballast.flight.is_none() && device.is_none_or(|device| !device.busy) {
+            // While something is under way, its answer says more. Of a keeper that was not known so far
+            // anything says more than nothing.
+            if ballast.flight.is_none() && (met || device.is_none_or(|device| !device.busy)) {
                 ballast.set(device.map_or(0, |device| device.ballast_bytes), now);
             }
         }
@@ -473,11 +479,13 @@ impl Pools {
                         "less was held back than there seemed to be");
                 }
                 ballast.message = reserved.message;
-                Reply { done: reserved.bytes, complete: reserved.end == End::Complete }
+                // An interruption, as when another keeper takes over, says nothing against the rest.
+                let complete = matches!(reserved.end, End::Complete | End::Interrupted);
+                Ok(Reply { done: reserved.bytes, complete })
             }
             Err(error) => {
                 warn!(%device, error, "nothing was held back");
-                Reply { done: 0, complete: false }
+                Err(KeeperFailed)
             }
         };
         self.replied(device, reply, now, wards, order);
@@ -500,11 +508,11 @@ impl Pools {
         let reply = match result {
             Ok(released) => {
                 ballast.set(released.ballast_bytes, now);
-                Reply { done: released.bytes, complete: released.bytes >= asked }
+                Ok(Reply { done: released.bytes, complete: released.bytes >= asked })
             }
             Err(error) => {
                 warn!(%device, error, "nothing was given out");
-                Reply { done: 0, complete: false }
+                Err(KeeperFailed)
             }
         };
         self.replied(device, reply, now, wards, order);
@@ -513,7 +521,7 @@ impl Pools {
     fn replied(
         &mut self,
         device: &Arc<str>,
-        reply: Reply,
+        reply: Result<Reply, KeeperFailed>,
         now: Millis,
         wards: &mut Wards,
         mut order: impl FnMut(Order),
@@ -523,7 +531,10 @@ impl Pools {
             return;
         }
         if let Some(pool) = self.by_device.get_mut(device) {
-            let decision = pool.state.replied(reply, now);
+            let decision = match reply {
+                Ok(reply) => pool.state.replied(reply, now),
+                Err(KeeperFailed) => pool.state.failed(now),
+            };
             self.carry_out(device, decision, now, wards, &mut order);
         }
     }
@@ -589,10 +600,11 @@ impl Pools {
         self.refuse_all(device, order);
         let Some(pool) = self.by_device.get_mut(device) else { return };
         let settings = pool.state.settings().clone();
-        pool.state = match self.grants.device(device) {
+        let state = match self.grants.device(device) {
             Some(entry) => DevicePool::restore(settings, entry, now),
             None => DevicePool::new(settings),
         };
+        pool.state = state.awaiting(self.ballasts.get(device).and_then(|ballast| ballast.flight));
         pool.report = pool.state.report();
     }
 

@@ -568,8 +568,13 @@ impl<'a> Sampling<'a> {
                 state.limiting = Some(task.clone());
                 (task, cgroups)
             };
-            let set = || limit(driver, &task, &cgroups);
-            let result = self.shared.call(self.epoch, Some(&task.device), set)?;
+            let left_alone = self.shared.lock().leaves_alone(&task.device);
+            let result = if left_alone {
+                Err(Failure::Refused("the device does not answer".to_owned()))
+            } else {
+                let set = || limit(driver, &task, &cgroups);
+                self.shared.call(self.epoch, Some(&task.device), set)?
+            };
             self.shared.lock().limiting = None;
             (self.shared.send)(Report::Limited(Outcome { task, result }));
         }

@@ -61,27 +61,41 @@ pub(crate) fn of(grounds: Grounds) -> Verdict {
 }
 
 /// A verdict that is told only when it has lasted, so that what is stored changes seldom.
+///
+/// A fall lasts for as long as it comes again before it has been away for that time, whatever its
+/// reasons: nobody passes for guarded who goes round the guard a little at a time.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Steady {
     told: Option<Verdict>,
-    other: Option<(Verdict, Millis)>,
+    other: Option<Other>,
+}
+
+/// A verdict that is not told yet: since when it holds, and when it was last seen.
+#[derive(Clone, Copy, Debug)]
+struct Other {
+    verdict: Verdict,
+    since: Millis,
+    last: Millis,
 }
 
 impl Steady {
     /// Takes in a verdict. The first is told at once.
     pub(crate) fn step(&mut self, verdict: Verdict, now: Millis) {
-        match self.told {
-            Some(told) if told != verdict => {
-                let since = match self.other {
-                    Some((other, since)) if other == verdict => since,
-                    _ => now,
-                };
-                self.other = Some((verdict, since));
-                if now.since(since) >= LASTING {
-                    *self = Self { told: Some(verdict), other: None };
-                }
-            }
-            _ => *self = Self { told: Some(verdict), other: None },
+        let Some(told) = self.told else {
+            self.told = Some(verdict);
+            return;
+        };
+        let falls = |other: &Other| other.verdict.0 < told.0;
+        if told == verdict {
+            self.other = self.other.filter(|other| falls(other) && now.since(other.last) < LASTING);
+            return;
+        }
+        let same = |other: &Other| other.verdict == verdict || (falls(other) && verdict.0 < told.0);
+        let since = self.other.filter(same).map_or(now, |other| other.since);
+        if now.since(since) >= LASTING {
+            *self = Self { told: Some(verdict), other: None };
+        } else {
+            self.other = Some(Other { verdict, since, last: now });
         }
     }
 
@@ -142,14 +156,34 @@ mod tests {
             (0, guard, guard),
             (100, fallen, guard),
             (2_000, guard, guard),
-            (3_000, fallen, guard),
-            (5_999, fallen, guard),
-            (6_000, fallen, fallen),
-            (6_100, guard, fallen),
-            (9_100, guard, guard),
+            (3_100, guard, guard),
+            (4_000, fallen, guard),
+            (6_999, fallen, guard),
+            (7_000, fallen, fallen),
+            (7_100, guard, fallen),
+            (9_000, fallen, fallen),
+            (9_100, guard, fallen),
+            (12_100, guard, guard),
         ] {
             steady.step(verdict, Millis(time));
             assert_eq!(steady.told(), told, "{time}");
+        }
+    }
+
+    #[test]
+    fn what_comes_again_and_again_or_for_other_reasons_is_told() {
+        let guard = (Strength::Guard, None);
+        let fallen = |reason| (Strength::Observe, Some(reason));
+        for (first, second) in [
+            (guard, fallen(StrengthReason::OutsideGuard)),
+            (fallen(StrengthReason::OtherRoot), fallen(StrengthReason::OutsideGuard)),
+        ] {
+            let mut steady = Steady::default();
+            steady.step(guard, Millis(0));
+            for time in (100..=4_000).step_by(100) {
+                steady.step(if time % 200 == 0 { second } else { first }, Millis(time));
+            }
+            assert_eq!(steady.told().0, Strength::Observe);
         }
     }
 }

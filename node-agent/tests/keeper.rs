@@ -201,6 +201,40 @@ async fn chunks_are_put_in_order_without_a_byte_let_go() {
 }
 
 #[tokio::test]
+async fn a_worker_that_is_kept_awake_takes_nothing_that_is_to_stay_free() {
+    let node = Node::start();
+    let keeper = node.keeper().await;
+    let agent = keeper.connect().await;
+    let keep_free = node.free() - 20 * GIB;
+    let mut held = agent.reserve(&node.uuid, 20 * GIB, keep_free).await.unwrap().bytes;
+    let edge = agent.status().await.unwrap().device(&node.uuid).unwrap().chunks[&128];
+    for _ in 0..edge {
+        held -= agent.release(&node.uuid, 128 * MIB, None).await.unwrap().bytes;
+    }
+    agent.warm(&node.uuid).await.unwrap();
+    // Long enough for the chunks to be put in order, for which there is no room.
+    sleep(Duration::from_secs(8)).await;
+    node.assert_kept(held).await;
+    let status = agent.status().await.unwrap();
+    assert_eq!(status.device(&node.uuid).unwrap().chunks.get(&128), None);
+}
+
+#[tokio::test]
+async fn a_reservation_does_not_have_to_wait_for_a_worker_to_be_asked_for_again() {
+    let node = Node::start();
+    let keeper = node.keeper().await;
+    let agent = keeper.connect().await;
+    node.slow(100);
+    let reserve = async {
+        sleep(Duration::from_millis(20)).await;
+        assert_eq!(agent.warm(&node.uuid).await.unwrap().end, End::Complete, "it is being started");
+        agent.reserve(&node.uuid, 256 * MIB, GIB).await.unwrap()
+    };
+    let (warmed, reserved) = tokio::join!(agent.warm(&node.uuid), reserve);
+    assert_eq!((warmed.unwrap().bytes, reserved.bytes, reserved.end), (0, 256 * MIB, End::Complete));
+}
+
+#[tokio::test]
 async fn standing_down_closes_everything_soon_and_holds_nothing_until_off() {
     let node = Node::start();
     let keeper = node.keeper().await;
@@ -424,6 +458,30 @@ async fn the_newest_agent_counts() {
     timeout(Duration::from_secs(5), old.closed()).await.unwrap();
     assert!(matches!(old.status().await, Err(KeeperError::Closed)));
     assert!(new.status().await.is_ok());
+}
+
+#[tokio::test]
+async fn what_an_earlier_agent_asked_for_is_not_taken_behind_the_next_ones_back() {
+    let node = Node::start();
+    let keeper = node.keeper().await;
+    let old = keeper.connect().await;
+    node.slow(10);
+    let reserve = {
+        let (old, uuid) = (old.clone(), node.uuid.clone());
+        tokio::spawn(async move { old.reserve(&uuid, 100 * GIB, GIB).await.map(drop) })
+    };
+    let held = async |agent: &Keeper| {
+        let status = agent.status().await.unwrap();
+        status.device(&node.uuid).map_or((false, 0), |device| (device.busy, device.ballast_bytes))
+    };
+    eventually("a reservation under way", async || held(&old).await.1 > 0).await;
+    let new = keeper.connect().await;
+    assert!(matches!(reserve.await.unwrap(), Err(KeeperError::Closed)));
+    eventually("an end of it", async || !held(&new).await.0).await;
+    let (_, bytes) = held(&new).await;
+    assert!(bytes < 100 * GIB, "{bytes}");
+    node.fast();
+    assert_eq!(new.reserve(&node.uuid, GIB, GIB).await.unwrap().ballast_bytes, bytes + GIB);
 }
 
 #[tokio::test]

@@ -127,6 +127,15 @@ impl Agent {
         if self.thread.is_some() {
             self.die();
         }
+        self.next(quotas)
+    }
+
+    /// The same, but this one ends only when the next one listens already.
+    pub(crate) fn upgraded(self, quotas: &[DeviceQuota]) -> Self {
+        self.next(quotas)
+    }
+
+    fn next(&self, quotas: &[DeviceQuota]) -> Self {
         let usage_fd = self.shared.usage_fd.try_clone().unwrap();
         let usage = UsagePage::map(usage_fd.as_fd()).unwrap();
         usage.recover();

@@ -3,10 +3,10 @@
 use std::time::{Duration, Instant};
 
 use highwater_guard_abi::page::DeviceQuota;
-use highwater_guard_abi::wire::{DeniedReason, NotGrantedReason, RefusedReason};
+use highwater_guard_abi::wire::{DeniedReason, NotGrantedReason, RefusedReason, STRENGTH_MPS};
 
 use crate::agent::{Agent, Grants};
-use crate::host::Host;
+use crate::host::{Host, Program};
 use crate::{CONTEXT, GIB, MIB, REFUSED};
 
 const LIMIT: u64 = CONTEXT + GIB;
@@ -173,6 +173,55 @@ fn beyond_what_is_granted_the_next_agent_is_waited_for() {
     let agent = pod.agent.successor(&[quota]);
     assert_eq!(program.answer(), "0");
     assert_eq!(agent.charged(), CONTEXT + 512 * MIB);
+}
+
+#[test]
+fn whatever_threads_asked_of_an_agent_that_is_gone_the_next_one_is_asked() {
+    let host = Host::start();
+    // They may wait for a minute, but not as long as nobody knows of it.
+    let quota = DeviceQuota { granted: CONTEXT, wait_milliseconds: 60_000, ..host.quota(0, 8 * GIB) };
+    let pod = host.pod_with(&[quota]);
+    let mut program = pod.ready();
+    pod.agent.set_grants(Grants::Silence);
+    program.tell("rising 5 16M");
+    pod.agent.await_heard(|heard| heard.questions == 5);
+    let began = Instant::now();
+    let agent = pod.agent.upgraded(&[quota]);
+    assert_eq!(program.answer(), "0 5");
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    assert_eq!(agent.charged(), CONTEXT);
+}
+
+#[test]
+fn a_server_of_mps_is_told_wherever_it_is() {
+    let host = Host::start();
+    let pod = host.pod(LIMIT);
+    let directory = tempfile::tempdir().unwrap();
+    for (there, flags) in [(false, 0), (true, STRENGTH_MPS)] {
+        if there {
+            std::fs::write(directory.path().join("control"), "").unwrap();
+        }
+        let mut command = pod.volume.command("handle");
+        command.env("CUDA_MPS_PIPE_DIRECTORY", directory.path());
+        let mut program = Program::from(command);
+        program.start();
+        // Whatever is heard after it was said before it.
+        assert_eq!(program.ask("alloc a 8G"), REFUSED);
+        pod.agent.await_heard(|heard| heard.refused.len() == 1 + usize::from(there));
+        assert_eq!(pod.agent.heard().weaknesses, flags);
+    }
+}
+
+#[test]
+fn a_forked_child_lets_go_of_its_parents_connection() {
+    let host = Host::start();
+    let pod = host.pod(LIMIT);
+    let mut program = pod.ready();
+    assert_eq!(program.ask("high"), "1");
+    assert_eq!(program.ask("fork high"), "0");
+    assert_eq!(program.ask("high"), "1");
+    program.succeed(&["alloc a 64M"]);
+    assert_eq!(pod.agent.heard().hellos, 1);
 }
 
 #[test]

@@ -52,6 +52,40 @@ impl Bucket {
     }
 }
 
+/// How long something that failed is left alone: longer each time that it fails again.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rest {
+    least: Duration,
+    most: Duration,
+    until: Option<Instant>,
+    length: Duration,
+}
+
+impl Rest {
+    /// Pauses from `least` to `most`.
+    pub(crate) fn new(least: Duration, most: Duration) -> Self {
+        Self { least, most, until: None, length: Duration::ZERO }
+    }
+
+    /// Until when it is left alone, if it is.
+    pub(crate) fn until(&self, now: Instant) -> Option<Instant> {
+        self.until.filter(|until| *until > now)
+    }
+
+    /// It failed; says when to try again.
+    pub(crate) fn begin(&mut self, now: Instant) -> Instant {
+        self.length = (self.length * 2).clamp(self.least, self.most);
+        let until = now + self.length;
+        self.until = Some(until);
+        until
+    }
+
+    /// It did not fail.
+    pub(crate) fn end(&mut self) {
+        self.length = Duration::ZERO;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -70,6 +104,20 @@ mod tests {
         assert_eq!(taken(&mut bucket, 250), 2);
         assert_eq!(bucket.ready_at(), start + Duration::from_millis(300));
         assert_eq!(taken(&mut bucket, 100_000), 3, "it does not run over");
+    }
+
+    #[test]
+    fn what_fails_again_and_again_is_tried_seldom() {
+        let start = Instant::now();
+        let mut rest = Rest::new(Duration::from_millis(50), Duration::from_millis(300));
+        assert_eq!(rest.until(start), None);
+        let lengths: Vec<_> = (0..4).map(|_| (rest.begin(start) - start).as_millis()).collect();
+        assert_eq!(lengths, [50, 100, 200, 300]);
+        let until = start + Duration::from_millis(300);
+        assert_eq!(rest.until(start), Some(until));
+        assert_eq!(rest.until(until), None);
+        rest.end();
+        assert_eq!(rest.begin(until), until + Duration::from_millis(50));
     }
 
     #[test]

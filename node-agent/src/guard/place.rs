@@ -14,7 +14,8 @@ use highwater_crds::names;
 use rustix::{
     fd::OwnedFd,
     fs::{
-        AtFlags, CWD, Dir, Mode, OFlags, ResolveFlags, chmodat, openat, openat2, renameat, statat, unlinkat,
+        AtFlags, CWD, Dir, FileType, Mode, OFlags, ResolveFlags, chmod, fstat, openat, openat2, renameat,
+        statat, unlinkat,
     },
     io::Errno,
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with},
@@ -130,9 +131,8 @@ impl Places {
         let path = format!("/proc/self/fd/{}/{UNFINISHED}", directory.as_raw_fd());
         bind(&socket, &SocketAddrUnix::new(path)?)?;
         // For whatever user runs in the pod: who it is, its cgroup tells.
-        chmodat(&directory, UNFINISHED, Mode::from_raw_mode(0o666), AtFlags::empty())?;
+        let inode = open_to_all(&directory)?;
         listen(&socket, BACKLOG)?;
-        let inode = statat(&directory, UNFINISHED, AtFlags::SYMLINK_NOFOLLOW)?.st_ino;
         // Whoever finds it finds somebody listening.
         renameat(&directory, UNFINISHED, &directory, SOCKET).map_err(|error| match error {
             Errno::ISDIR | Errno::NOTEMPTY | Errno::EXIST => obstructed(SOCKET, "a directory"),
@@ -140,6 +140,19 @@ impl Places {
         })?;
         Ok((socket, inode))
     }
+}
+
+/// Lets everybody connect to the socket that was made just now; says its inode. Not by its name, under
+/// which there might be a link by now.
+fn open_to_all(directory: &OwnedFd) -> Result<u64, PlaceError> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = openat(directory, UNFINISHED, flags, Mode::empty())?;
+    let found = fstat(&file)?;
+    if FileType::from_raw_mode(found.st_mode) != FileType::Socket {
+        return Err(obstructed(UNFINISHED, "not the socket that was made there"));
+    }
+    chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), Mode::from_raw_mode(0o666))?;
+    Ok(found.st_ino)
 }
 
 /// Opens a directory below another without following links.
@@ -227,6 +240,13 @@ mod tests {
         fs::remove_file(&run).unwrap();
         fs::create_dir_all(run.join(SOCKET)).unwrap();
         assert!(matches!(places.listen(UID), Err(PlaceError::Obstructed { .. })));
+        let directory = openat(CWD, elsewhere.path(), DIRECTORY, Mode::empty()).unwrap();
+        let file = elsewhere.path().join("file");
+        fs::write(&file, "").unwrap();
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).unwrap();
+        symlink(&file, elsewhere.path().join(UNFINISHED)).unwrap();
+        assert!(matches!(open_to_all(&directory), Err(PlaceError::Obstructed { .. })));
+        assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
         for bad in ["", "..", "a/b", "a.b"] {
             assert!(matches!(places.listen(bad), Err(PlaceError::BadUid(_))), "{bad}");
         }

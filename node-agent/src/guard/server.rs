@@ -42,7 +42,7 @@ use tracing::{debug, error, warn};
 
 use super::{
     News, Order, Pages, Want,
-    bucket::Bucket,
+    bucket::{Bucket, Rest},
     pages::{token, token_pid},
     peer::{self, Peer},
     place::{PlaceError, Places},
@@ -56,8 +56,10 @@ const LOOK_SOON_FOR: Duration = Duration::from_mins(2);
 const LOOK_LATER: Duration = Duration::from_secs(5);
 /// How long a connection may say nothing before its first frame.
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
-/// When a page that a pod changes without pause is tried again.
+/// When a page that a pod changes without pause is tried again: each try may take some milliseconds, in
+/// which no other pod is served, so a page that stays so is tried less and less often.
 const CONTENDED_AGAIN: Duration = Duration::from_millis(50);
+const CONTENDED_AGAIN_MOST: Duration = Duration::from_secs(3);
 /// When connections are accepted again after one was not.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 /// Frames that are read of one connection before others have their turn.
@@ -69,6 +71,9 @@ const ACCEPTS: (u32, u32) = (2048, 200);
 /// Frames at once and a second, for each connection and for each pod.
 const FRAMES: (u32, u32) = (512, 500);
 const POD_FRAMES: (u32, u32) = (8192, 2000);
+/// When a connection of a pod that has sent too many frames is read again. A pod can have a thousand of
+/// them, for which one frame that may be read is not worth waking up.
+const FLOODED_AGAIN: Duration = Duration::from_millis(20);
 
 /// What the thread is made with.
 #[derive(Clone, Debug)]
@@ -150,6 +155,8 @@ struct Ward {
     processes: HashMap<u32, u64>,
     /// Corrections that could not be made yet, by slot and device: the process and the bytes.
     corrections: HashMap<(usize, usize), (u32, i64)>,
+    /// When its page is left alone because it was changed without pause.
+    rest: Rest,
 }
 
 /// A connection of a guard.
@@ -374,6 +381,7 @@ impl Server {
             connections: 0,
             processes: HashMap::new(),
             corrections: HashMap::new(),
+            rest: Rest::new(CONTENDED_AGAIN, CONTENDED_AGAIN_MOST),
         };
         self.wards.insert(Arc::clone(pod), ward);
         if resumed {
@@ -394,7 +402,12 @@ impl Server {
                 self.joined(id, Held { slot, connection: None, dead: false });
             }
             _ => {
-                if let Err(Contended) = pages.usage.reap(slot) {
+                let Some(ward) = self.wards.get_mut(pod) else { return };
+                let again = ward.rest.until(now).or_else(|| match pages.usage.reap(slot) {
+                    Ok(_) => None,
+                    Err(Contended) => Some(ward.rest.begin(now)),
+                });
+                if let Some(again) = again {
                     // No process of its own minds the slot: one that is none does.
                     let id = self.id();
                     let slots = vec![Held { slot, connection: None, dead: true }];
@@ -407,7 +420,7 @@ impl Server {
                         slots,
                     };
                     self.members.insert(id, Member::Process(process));
-                    self.at(now + CONTENDED_AGAIN, Timer::Reap(id));
+                    self.at(again, Timer::Reap(id));
                 }
             }
         }
@@ -522,7 +535,7 @@ impl Server {
             let ready = if !connection.frames.has(now) {
                 Some(connection.frames.ready_at())
             } else if !ward.frames.has(now) {
-                Some(ward.frames.ready_at())
+                Some(ward.frames.ready_at().max(now + FLOODED_AGAIN))
             } else {
                 None
             };
@@ -613,6 +626,7 @@ impl Server {
         let stamp = token(pid, peer.identity.start_ticks);
         let process = self.process(&pod, peer);
         let Some(slot) = self.slot(process, id, &hello, stamp, &pages, now) else {
+            self.forget(process);
             return self.refuse(id, DeniedReason::NoSlot);
         };
         if let Some(Member::Connection(connection)) = self.members.get_mut(&id) {
@@ -702,6 +716,20 @@ impl Server {
         id
     }
 
+    /// Lets go of a process that has no slot: a pod may have more processes than there are descriptors.
+    fn forget(&mut self, id: u64) {
+        let Some(Member::Process(process)) = self.members.get(&id) else { return };
+        if !process.slots.is_empty() {
+            return;
+        }
+        if let Some(ward) = self.wards.get_mut(&process.pod)
+            && ward.processes.get(&process.pid) == Some(&id)
+        {
+            ward.processes.remove(&process.pid);
+        }
+        self.members.remove(&id);
+    }
+
     fn joined(&mut self, process: u64, held: Held) {
         let Some(Member::Process(process)) = self.members.get_mut(&process) else { return };
         process.slots.retain(|other| other.slot != held.slot);
@@ -729,37 +757,51 @@ impl Server {
         let Some(Member::Process(process)) = self.members.get_mut(&id) else { return };
         let Some(ward) = self.wards.get_mut(&process.pod) else { return };
         let (pod, pid) = (Arc::clone(&process.pod), process.pid);
-        let mut contended = false;
+        let mut again = ward.rest.until(now);
         process.slots.retain(|held| {
-            if !held.dead {
+            if !held.dead || again.is_some() {
                 return true;
             }
             if ward.pages.usage.reap(held.slot).is_err() {
-                contended = true;
+                again = Some(ward.rest.begin(now));
                 return true;
             }
+            ward.rest.end();
             (self.news)(News::Left { pod: Arc::clone(&pod), pid, slot: held.slot });
             false
         });
+        let waits = process.slots.iter().any(|held| held.dead);
         if process.pidfd.is_none() && process.slots.is_empty() {
             if ward.processes.get(&pid) == Some(&id) {
                 ward.processes.remove(&pid);
             }
             self.members.remove(&id);
-        } else if contended {
-            self.at(now + CONTENDED_AGAIN, Timer::Reap(id));
+        } else if let Some(again) = again.filter(|_| waits) {
+            self.at(again, Timer::Reap(id));
         }
     }
 
     fn correct(&mut self, pod: &Arc<str>, now: Instant) {
-        let Some(Ward { pages, corrections, .. }) = self.wards.get_mut(pod) else { return };
+        let Some(ward) = self.wards.get_mut(pod) else { return };
+        let mut again = ward.rest.until(now);
+        let mut corrections = std::mem::take(&mut ward.corrections);
         corrections.retain(|(slot, device), (pid, bytes)| {
             // A slot that was given back, or to another process, has nothing of this to be corrected.
-            let theirs = *slot == AGENT_SLOT || token_pid(pages.usage.token(*slot)) == *pid;
-            theirs && pages.usage.correct(*slot, *device, *bytes).is_err()
+            if *slot != AGENT_SLOT && token_pid(ward.pages.usage.token(*slot)) != *pid {
+                return false;
+            }
+            if again.is_some() {
+                return true;
+            }
+            match ward.pages.usage.correct(*slot, *device, *bytes) {
+                Ok(_) => ward.rest.end(),
+                Err(Contended) => again = Some(ward.rest.begin(now)),
+            }
+            again.is_some()
         });
-        if !corrections.is_empty() {
-            self.at(now + CONTENDED_AGAIN, Timer::Correct(Arc::clone(pod)));
+        ward.corrections = corrections;
+        if let Some(again) = again.filter(|_| !ward.corrections.is_empty()) {
+            self.at(again, Timer::Correct(Arc::clone(pod)));
         }
     }
 
@@ -1241,7 +1283,11 @@ mod tests {
         let mut line = String::new();
         std::io::stdin().read_line(&mut line).unwrap();
         let fake = Fake::connect(Path::new(&run));
-        let welcome = fake.hello(0).unwrap();
+        let Some(welcome) = fake.hello(0) else {
+            println!("turned away");
+            thread::sleep(PATIENCE);
+            return;
+        };
         println!("charging");
         loop {
             assert_eq!(charge(&welcome, 3 * MI), Charge::Granted);
@@ -1252,6 +1298,10 @@ mod tests {
     }
 
     fn spawn(node: &Node) -> Child {
+        spawn_until(node, "charging")
+    }
+
+    fn spawn_until(node: &Node, what: &str) -> Child {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "guard::server::tests::child", "--nocapture"]);
         command.env(CHILD, node.run(POD)).stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -1259,8 +1309,25 @@ mod tests {
         node.in_pod(child.id(), POD);
         drop(child.stdin.take());
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        assert!(lines.map_while(Result::ok).any(|line| line.contains("charging")));
+        assert!(lines.map_while(Result::ok).any(|line| line.contains(what)));
         child
+    }
+
+    #[test]
+    fn a_pod_with_more_processes_than_slots_takes_no_descriptors_for_them() {
+        let node = Node::new();
+        let pages = node.serve(POD);
+        while pages.usage.claim_any(1).is_some() {}
+        let mut child = spawn_until(&node, "turned away");
+        let pid = format!("Pid:\t{}\n", child.id());
+        await_true("that nothing of it is kept", || {
+            let known = fs::read_dir("/proc/self/fdinfo").unwrap().flatten();
+            !known
+                .map(|entry| fs::read_to_string(entry.path()))
+                .any(|text| text.is_ok_and(|t| t.contains(&pid)))
+        });
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 
     #[test]

@@ -27,7 +27,7 @@ use crate::{
     descriptors::{Descriptor, Holdings},
     keeper_protocol::{
         Answer, Ask, Batch, KEYS_A_PAGE, Last, MOST_BYTES, MOST_STORED, Outcome, Phase, Reason, Refusal,
-        Released, Reply, Request, Role, Status, is_key, is_uuid,
+        Released, Reply, Request, Reserved, Role, Status, is_key, is_uuid,
     },
     place::{Lock, Place},
     probe::Pulse,
@@ -292,6 +292,8 @@ impl<'a> Holder<'a> {
                 self.reply(Asker { client: older, id: 0 }, Err(displaced), Vec::new());
                 self.clients.remove(&older);
             }
+            // It starts from what is held: nothing is taken behind its back.
+            self.devices.values_mut().for_each(Device::forsake);
         }
         self.clients.insert(number, client);
     }
@@ -329,7 +331,8 @@ impl<'a> Holder<'a> {
         match ask {
             Ask::Status {} => plain(Answer::Status(self.status())),
             Ask::Reserve { device, bytes, keep_free } => {
-                self.reserve(asker, device, bytes, keep_free).map(|()| None)
+                let answer = self.reserve(asker, device, bytes, keep_free)?;
+                Ok(answer.map(|reserved| (Answer::Reserved(reserved), Vec::new())))
             }
             Ask::Release { device, bytes, keep_free } => Ok(self.release(asker, &device, bytes, keep_free)),
             Ask::StandDown { on: true } => {
@@ -396,7 +399,13 @@ impl<'a> Holder<'a> {
         Ok(())
     }
 
-    fn reserve(&mut self, asker: Asker, uuid: String, bytes: u64, keep_free: u64) -> Result<(), Refusal> {
+    fn reserve(
+        &mut self,
+        asker: Asker,
+        uuid: String,
+        bytes: u64,
+        keep_free: u64,
+    ) -> Result<Option<Reserved>, Refusal> {
         if self.stand_down {
             return Err(Refusal::new(Reason::StoodDown, "the keeper stands down and reserves nothing"));
         }

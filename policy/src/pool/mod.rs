@@ -75,7 +75,8 @@ pub struct Settings {
     /// what is free while they start, so nothing is given out ahead of use then.
     pub start_hold_ms: u64,
     /// How long nobody may have taken anything that was not granted, in milliseconds, before what
-    /// was taken from unguarded pods is made up from the ballast.
+    /// was taken from unguarded pods is made up from the ballast; eight times as long once that was
+    /// taken again, and not before it returned after a second time.
     pub calm_ms: u64,
     /// How long a request is kept that only waits for the keeper, in milliseconds.
     pub keeper_timeout_ms: u64,
@@ -92,7 +93,8 @@ impl Default for Settings {
             min_size: 0,
             max_percent: 75,
             margin: 512 * ByteSize::MI,
-            reserve_step: 8 * ByteSize::GI,
+            // The keeper reads what is free every few GiB by itself; each command is a round trip.
+            reserve_step: 64 * ByteSize::GI,
             grant_step: ByteSize::GI,
             start_hold_ms: 120_000,
             calm_ms: 30_000,

@@ -21,7 +21,7 @@ use crate::{
 /// After a refusal of the driver to hold back more, in milliseconds, doubled up to the most.
 const RESERVE_PAUSE: u64 = 10_000;
 const RESERVE_PAUSE_MOST: u64 = 60_000;
-/// After a failure of the keeper to give out, in milliseconds, doubled up to the most.
+/// After a failure of the keeper, in milliseconds, doubled up to the most.
 const RELEASE_PAUSE: u64 = 100;
 const RELEASE_PAUSE_MOST: u64 = 5000;
 /// What the driver may take on a device without charging anybody: measured 3.25 MiB and 5.56 MiB a
@@ -111,6 +111,13 @@ impl DevicePool {
         pool
     }
 
+    /// The same with a command that is under way already: its reply is still to come.
+    #[must_use]
+    pub fn awaiting(mut self, command: Option<Command>) -> Self {
+        self.in_flight = command;
+        self
+    }
+
     /// What policy says of it.
     pub fn settings(&self) -> &Settings {
         &self.settings
@@ -175,6 +182,23 @@ impl DevicePool {
         if let Some(command) = self.in_flight.take() {
             self.replied_at = Some(now);
             self.move_bytes(command, reply, now);
+            turn.sample_soon = true;
+        }
+        self.proceed(turn, now)
+    }
+
+    /// The keeper failed at the command under way, which says nothing of the device: it is tried again
+    /// soon.
+    pub fn failed(&mut self, now: Millis) -> Decision {
+        let mut turn = Turn::default();
+        if let Some(command) = self.in_flight.take() {
+            self.replied_at = Some(now);
+            let free = self.device.map_or(0, |device| device.free);
+            let pause = match command {
+                Command::Reserve { .. } => &mut self.reserving,
+                Command::Release { .. } => &mut self.releasing,
+            };
+            pause.begin(RELEASE_PAUSE, RELEASE_PAUSE_MOST, free, now);
             turn.sample_soon = true;
         }
         self.proceed(turn, now)
@@ -317,7 +341,11 @@ impl DevicePool {
             }
             pod.lower(to, now);
         }
+        let taken = self.taken();
         self.cut();
+        if self.taken() > taken {
+            self.takers.take_again();
+        }
         self.adapt(still, now);
     }
 
@@ -355,6 +383,11 @@ impl DevicePool {
                 waiting.placed = None;
             }
         }
+    }
+
+    /// What others took of grants, together.
+    fn taken(&self) -> u64 {
+        self.pods.values().fold(0u64, |sum, pod| sum.saturating_add(pod.taken))
     }
 
     /// Lets the size of the pool follow its use.

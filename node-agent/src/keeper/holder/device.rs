@@ -51,6 +51,7 @@ pub(super) struct Device {
 
 /// Memory that is being made.
 #[derive(Debug)]
+#[allow(clippy::struct_excessive_bools, reason = "independent facts")]
 pub(super) struct Attempt {
     /// Who waits for it. `None`: the keeper's own.
     asker: Option<Asker>,
@@ -67,6 +68,8 @@ pub(super) struct Attempt {
     begun: bool,
     /// It makes up for an excess.
     again: bool,
+    /// It asks for nothing but a worker that is ready.
+    warms: bool,
     /// What to close when all is made. What was made is closed instead if not all was.
     replaces: Option<ladder::Chunks>,
     made: ladder::Chunks,
@@ -76,7 +79,8 @@ impl Attempt {
     /// An attempt that the agent asked for.
     pub(super) fn asked(asker: Asker, bytes: u64, keep_free: u64) -> Self {
         let own = Self::own(ladder::Chunks::NONE, keep_free);
-        Self { asker: Some(asker), chunks: None, left: bytes - bytes % ladder::GRAIN, ..own }
+        let left = bytes - bytes % ladder::GRAIN;
+        Self { asker: Some(asker), chunks: None, left, warms: left == 0, ..own }
     }
 
     /// An attempt to make again what was given back beyond what was asked for.
@@ -96,6 +100,7 @@ impl Attempt {
             stopped: false,
             begun: false,
             again: false,
+            warms: false,
             replaces: None,
             made: ladder::Chunks::NONE,
         }
@@ -141,10 +146,21 @@ impl Device {
         self.is_quiet() && self.chunks.bytes() == 0
     }
 
-    /// Puts an attempt of the agent's in line, before any of the keeper's own.
-    pub(super) fn enqueue(&mut self, attempt: Attempt) -> Result<(), Refusal> {
-        let asked =
-            |attempt: &Option<Attempt>| attempt.as_ref().is_some_and(|a| a.asker.is_some() && !a.stopped);
+    /// Puts an attempt of the agent's in line, before any of the keeper's own. Returns the answer where
+    /// there is one at once.
+    pub(super) fn enqueue(&mut self, attempt: Attempt) -> Result<Option<Reserved>, Refusal> {
+        if attempt.warms {
+            if self.attempt.is_some() || self.next.is_some() {
+                // The worker is at work, or about to be.
+                return Ok(Some(self.reserved(&attempt, End::Complete, None, None)));
+            }
+            // It says nothing of what is to stay free.
+            self.next = Some(attempt);
+            return Ok(None);
+        }
+        let asked = |attempt: &Option<Attempt>| {
+            attempt.as_ref().is_some_and(|a| a.asker.is_some() && !a.stopped && !a.warms)
+        };
         if asked(&self.attempt) || asked(&self.next) {
             return Err(Refusal::new(Reason::Busy, "memory of this device is being reserved already"));
         }
@@ -152,7 +168,16 @@ impl Device {
         self.excess = 0;
         self.keep_free = Some(attempt.keep_free);
         self.next = Some(attempt);
-        Ok(())
+        Ok(None)
+    }
+
+    /// Makes no more of what an earlier agent asked for: the new one knows nothing of it.
+    pub(super) fn forsake(&mut self) {
+        self.next.take_if(|next| next.asker.is_some());
+        self.attempt.take_if(|attempt| attempt.asker.is_some() && !attempt.begun);
+        if self.attempt.as_ref().is_some_and(|attempt| attempt.asker.is_some()) {
+            self.interrupt();
+        }
     }
 
     /// Lets memory be made again after a release that gave back too much. A reservation that the
@@ -359,14 +384,18 @@ impl Device {
         free: Option<u64>,
     ) -> Option<(Asker, Reserved)> {
         debug!(?end, taken = attempt.taken, message, "a reservation ended");
-        let reserved = Reserved {
-            bytes: attempt.taken,
-            ballast_bytes: self.chunks.bytes(),
-            end,
-            message,
-            free_bytes: free,
-        };
+        let reserved = self.reserved(attempt, end, message, free);
         Some((attempt.asker?, reserved))
+    }
+
+    fn reserved(
+        &self,
+        attempt: &Attempt,
+        end: End,
+        message: Option<String>,
+        free_bytes: Option<u64>,
+    ) -> Reserved {
+        Reserved { bytes: attempt.taken, ballast_bytes: self.chunks.bytes(), end, message, free_bytes }
     }
 
     /// Ends a worker that has had nothing to do; while there is one, puts the chunks in order.

@@ -58,6 +58,9 @@ impl DevicePool {
             if pod.taken == 0 || calm {
                 missing = missing.saturating_add(owed.saturating_sub(more));
             }
+            if pod.taken > 0 && i128::from(more) > sums.loose().max(0) + i128::from(pod.ungranted()) {
+                self.takers.make_up();
+            }
             pod.entitled = pod.entitled.saturating_add(more);
             pod.taken = pod.taken.saturating_sub(more);
             self.due = self.due.saturating_add(more);
@@ -134,7 +137,8 @@ impl DevicePool {
             sum.saturating_add(pod.believed().saturating_sub(pod.entitled.max(pod.granted)))
         });
         let mut missing = missing.saturating_sub(coming);
-        turn.sample_soon |= coming > 0;
+        // A sample that told nothing new is no better for being taken again at once.
+        turn.sample_soon |= coming > 0 && (turn.fresh || !turn.sampled);
         let mut order: Vec<_> =
             self.pods.iter().map(|(uid, pod)| (pod.idle_surplus(), uid.clone())).collect();
         order.sort_by(|a, b| b.cmp(a));

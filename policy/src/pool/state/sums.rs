@@ -34,10 +34,25 @@ pub(super) struct Takers {
     ungranted: u64,
     nameless: u64,
     last: Option<Millis>,
+    /// Something was made up for from the ballast, and not taken since.
+    made_up: bool,
+    /// How often that was taken again,
+    again: u32,
+    /// and what both of the above were together before it was made up for first.
+    before: u64,
 }
+
+/// When what was made up for was taken again, the calm must last so many times longer. After a second
+/// time nothing is made up for until it returned: whoever waits for each calm would have the whole
+/// ballast in the end.
+const AGAIN_LONGER: u64 = 8;
 
 impl Takers {
     pub(super) fn see(&mut self, ungranted: u64, nameless: u64, now: Millis) {
+        if ungranted.saturating_add(nameless).saturating_add(NOISE) < self.before {
+            // It returned.
+            (self.made_up, self.again, self.before) = (false, 0, 0);
+        }
         let grew = |before: u64, after: u64| after > before.saturating_add(NOISE);
         if grew(self.ungranted, ungranted) || grew(self.nameless, nameless) {
             self.last = Some(now);
@@ -48,7 +63,27 @@ impl Takers {
         self.nameless = self.nameless.min(nameless);
     }
 
+    /// What was taken is made up for from the ballast.
+    pub(super) fn make_up(&mut self) {
+        if !self.made_up && self.again == 0 {
+            self.before = self.ungranted.saturating_add(self.nameless);
+        }
+        self.made_up = true;
+    }
+
+    /// Something that was granted was taken.
+    pub(super) fn take_again(&mut self) {
+        if std::mem::take(&mut self.made_up) {
+            self.again = self.again.saturating_add(1);
+        }
+    }
+
     pub(super) fn calm(&self, calm_ms: u64, now: Millis) -> bool {
+        let calm_ms = match self.again {
+            0 => calm_ms,
+            1 => calm_ms.saturating_mul(AGAIN_LONGER),
+            _ => return false,
+        };
         self.ungranted <= NOISE && self.last.is_none_or(|last| now.since(last) >= calm_ms)
     }
 }

@@ -183,7 +183,7 @@ fn granted(granted: u64) -> Option<Outcome> {
 
 #[test]
 fn the_ballast_is_taken_in_steps_and_what_is_free_is_read_in_between() {
-    let mut bench = Bench::new(settings());
+    let mut bench = Bench::new(Settings { reserve_step: 8 * GI, ..settings() });
     bench.obeys = false;
     let first = bench.sample();
     assert_eq!(first.command, Some(Command::Reserve { bytes: 8 * GI, keep_free: 0 }));
@@ -517,6 +517,42 @@ fn what_no_list_shows_is_contained_and_made_up_once_it_is_calm() {
 }
 
 #[test]
+fn what_was_made_up_and_is_taken_again_is_not_made_up_soon() {
+    let mut bench = Bench::full(Settings { size_percent: 75, ..settings() });
+    bench.bind("victim", Kind::Static, 0, 16 * GI);
+    bench.settle();
+    bench.hidden = bench.free();
+    bench.settle();
+    let (hidden, ballast) = (bench.hidden, bench.ballast);
+    // It waits for each calm, and takes what that brings.
+    for _ in 0..20 {
+        bench.now += 10_000;
+        bench.settle();
+        bench.hidden += bench.free();
+        bench.settle();
+    }
+    assert_eq!(bench.ballast, ballast - 16 * GI, "once, and not every 30 seconds");
+    for _ in 0..60 * 24 {
+        bench.now += MINUTE;
+        bench.settle();
+        bench.hidden += bench.free();
+        bench.settle();
+    }
+    assert_eq!(bench.ballast, ballast - 32 * GI, "twice, a day later");
+    bench.hidden = hidden - 16 * GI;
+    bench.settle();
+    assert_eq!(bench.of("victim").taken, 0, "re-granted as it returns");
+    assert_eq!(bench.granted("victim"), 16 * GI);
+    // All is as it was before.
+    bench.hidden += bench.free();
+    bench.settle();
+    let ballast = bench.ballast;
+    bench.now += 30_000;
+    bench.settle();
+    assert_eq!((bench.granted("victim"), bench.ballast), (16 * GI, ballast - 16 * GI));
+}
+
+#[test]
 fn a_guard_that_asks_within_its_guarantee_is_served_beside_a_thief() {
     let mut bench = Bench::full(Settings { size_percent: 75, ..settings() });
     bench.bind("a", Kind::Elastic, 16 * GI, 16 * GI);
@@ -619,6 +655,28 @@ fn a_keeper_that_fails_is_not_asked_again_at_once() {
     bench.now = again.0;
     let decision = bench.pool.tick(again);
     assert_eq!(decision.command, Some(Command::Release { bytes: 6 * GI }));
+}
+
+#[test]
+fn a_keeper_that_fails_to_hold_back_is_asked_again_soon() {
+    let mut bench = Bench::new(settings());
+    bench.obeys = false;
+    assert!(matches!(bench.sample().command, Some(Command::Reserve { .. })));
+    bench.now += 1;
+    bench.pool.failed(Millis(bench.now));
+    assert_eq!(bench.sample().command, None);
+    bench.now += RELEASE_PAUSE;
+    assert!(matches!(bench.sample().command, Some(Command::Reserve { .. })));
+}
+
+#[test]
+fn a_command_that_was_under_way_before_is_waited_for() {
+    let mut bench = Bench::new(settings());
+    bench.pool = bench.pool.clone().awaiting(Some(Command::Release { bytes: GI }));
+    assert_eq!(bench.sample().command, None);
+    bench.now += 1;
+    bench.pool.replied(Reply { done: GI, complete: true }, Millis(bench.now));
+    assert!(matches!(bench.sample().command, Some(Command::Reserve { .. })));
 }
 
 #[test]
