@@ -32,6 +32,9 @@ use crate::{
     wards::{Keeper, Wards},
 };
 
+/// How long any request waits at least, in milliseconds: what is not to be had at this moment may be on
+/// its way, with a command of the keeper or the next sample.
+const LOOK: u64 = 300;
 /// How long a guard may at least wait for what it cannot do without, such as the first context of a
 /// process, whatever policy says of allocations, in milliseconds.
 const CONTEXT_WAIT: u64 = 2_000;
@@ -393,7 +396,7 @@ impl Pools {
             uid: Arc::clone(&want.pod),
             id,
             wanted: want.bytes,
-            wait_ms: want.wait.min(pool.wait.max(CONTEXT_WAIT)),
+            wait_ms: want.wait.min(pool.wait.max(CONTEXT_WAIT)).max(LOOK),
         };
         self.asked.insert(id, (Arc::clone(device), want));
         let decision = pool.state.request(request, now);

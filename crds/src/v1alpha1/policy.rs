@@ -194,7 +194,7 @@ pub struct Pool {
 
     /// How long an allocation of a guarded pod waits for memory that is promised to nobody else but
     /// not free now, before it fails. Limits may add up to more than the pool; this says what
-    /// happens then. Absent: 0, it fails at once.
+    /// happens then. Absent: 0, 300 ms, in which the agent looks again.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 60))]
     pub allocation_wait_seconds: Option<i32>,

@@ -428,8 +428,9 @@ fn whoever_abuses_the_socket_and_the_pages_of_a_pod_harms_nobody_else() -> Resul
 fn b13_without_the_volume_server_strength_falls_with_a_reason_and_new_opted_in_pods_wait() -> Result<()> {
     scenario("no-keeper", async |s| {
         let mut spec = enforce(&s.namespace, "16Gi");
-        spec["pool"] = json!({"sizePercent": 100, "stepSize": "256Mi", "startHoldSeconds": 0});
-        // What `other` is owed and does not use is what `plain` could take.
+        // What is left free is what `plain` could take, as is what `other` is owed and does not use.
+        spec["pool"] = json!({"sizePercent": 75, "stepSize": "256Mi", "startHoldSeconds": 0,
+                              "overshootLimit": "30Gi"});
         spec["quota"]["rules"] =
             json!([{"name": "small", "pods": {"matchLabels": {"app": "other"}}, "limit": "2Gi"}]);
         s.program("no-keeper", spec).await?;

@@ -40,13 +40,15 @@ fn an_exhausted_budget_is_waited_for_and_a_raised_one_is_used() -> Result<()> {
         let mut spec = enforce(&s.namespace, "16Gi");
         spec["remediation"]["budget"]["rates"] =
             json!([{"scope": "Policy", "maxActions": 0, "windowMinutes": 60}]);
-        s.program("budget", spec.clone()).await?;
+        // A name of its own: what a policy of this name spent within the hour counts.
+        let name = format!("budget-{}", s.namespace);
+        s.program(&name, spec.clone()).await?;
         let pod = s.start("over", OVER).await?;
         s.incident(&pod, DecisionState::Proposed, "BudgetExhausted").await?;
         s.untouched(&pod).await?;
         spec["remediation"]["budget"]["rates"] =
             json!([{"scope": "Policy", "maxActions": 1, "windowMinutes": 60}]);
-        s.apply(&policy("budget", spec)).await?;
+        s.apply(&policy(&name, spec)).await?;
         s.incident(&pod, DecisionState::Succeeded, "MemoryReturned").await?;
         Ok(())
     })
