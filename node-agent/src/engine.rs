@@ -732,9 +732,10 @@ impl Engine {
     }
 
     /// Whether it is known what binds: an old plan that an agent finds when it starts may bind again as
-    /// soon as the API server is heard.
+    /// soon as the API server is heard, and whom it concerns depends on the namespaces.
     fn is_settled(&self, now: Millis) -> bool {
-        self.binds || self.world.synced.plan || now.0 >= SETTLED
+        let binds = self.binds || self.world.synced.plan;
+        (binds && self.world.synced.namespaces) || now.0 >= SETTLED
     }
 
     /// Looks up anew what holds for whom.
@@ -854,7 +855,9 @@ impl Engine {
         self.wards.sample(&uuid, sampled.charges.as_deref(), now, &mut self.order);
         if self.pools.has(&uuid) {
             // Who is not there any more is known only from the kubelet and the API server.
-            let known = self.resources.at.is_some() && self.world.synced.pods;
+            // Nor is it known before then whose quotas concern them.
+            let synced = self.world.synced;
+            let known = self.resources.at.is_some() && synced.pods && synced.namespaces;
             let demands = demands(rules, device, &self.wards, self.binds).filter(|_| known);
             let bytes = DeviceBytes::of(&device.ledger, &memory(&sampled.reading));
             let freeze = self.binds && rules.freeze().is_some();
