@@ -2,23 +2,21 @@
 //! that is new enough for both. A daemon of its own, served by a thread of this process.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, reason = "tests")]
 
+mod host;
+
 use std::{
-    env, fs,
+    fs,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
-    process::Command,
     sync::{LazyLock, Mutex, MutexGuard, PoisonError},
     thread,
     time::{Duration, Instant},
 };
 
-use gpusim::{
-    client::Client,
-    config::Config,
-    daemon::Daemon,
-    protocol::{SOCKET_VARIABLE, State},
-};
+use gpusim::{client::Client, protocol::State};
 use highwater_gpu::{Ballast, BallastError, Device, Driver, Limit, LimitError, Partition, Unavailable};
+
+use host::Host;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -26,35 +24,7 @@ const GIB: u64 = 1 << 30;
 const CONFIG: &str = r#"{"driverVersion": "615.10", "memoryLimits": "force", "contextOverhead": 0, "openOverhead": 0,
     "devices": [{}, {"mig": [{"profile": "1g.18gb", "memory": "16Gi", "gpuInstance": 7}]}]}"#;
 
-struct Host {
-    libraries: PathBuf,
-    socket: PathBuf,
-}
-
-static HOST: LazyLock<Host> = LazyLock::new(|| {
-    // A process that ends by itself leaves its directory to the system's clean-up.
-    let socket = tempfile::tempdir().unwrap().keep().join("gpu.sock");
-    let daemon = Daemon::bind(&socket, Config::from_json(CONFIG).unwrap()).unwrap();
-    thread::spawn(|| daemon.serve().unwrap());
-    // SAFETY: every test begins with this initialisation, so no other thread of the process
-    // reads the environment meanwhile.
-    unsafe { env::set_var(SOCKET_VARIABLE, &socket) };
-    Host { libraries: build_libraries(), socket }
-});
-
-/// Builds the simulated libraries with the profile of this test.
-fn build_libraries() -> PathBuf {
-    let profile_dir = env::current_exe().unwrap().ancestors().nth(2).unwrap().to_owned();
-    let mut build = Command::new(env!("CARGO"));
-    build.args(["build", "--quiet", "-p", "gpusim-nvml", "-p", "gpusim-cuda", "--manifest-path"]);
-    build.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/../Cargo.toml"));
-    build.arg("--target-dir").arg(profile_dir.parent().unwrap());
-    if profile_dir.ends_with("release") {
-        build.arg("--release");
-    }
-    assert!(build.status().unwrap().success(), "the simulated libraries do not build");
-    profile_dir
-}
+static HOST: LazyLock<Host> = LazyLock::new(|| Host::start(CONFIG, &["gpusim-nvml", "gpusim-cuda"]));
 
 /// The tests share one device and what is in use of it.
 fn alone() -> MutexGuard<'static, ()> {
@@ -63,7 +33,7 @@ fn alone() -> MutexGuard<'static, ()> {
 }
 
 fn driver() -> Driver {
-    Driver::open(Some(&HOST.libraries.join("libgpusim_nvml.so"))).unwrap()
+    Driver::open(Some(&HOST.nvml())).unwrap()
 }
 
 /// UUIDs of the whole GPU and of the instance.

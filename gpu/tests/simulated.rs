@@ -4,27 +4,26 @@
 //! The tests run at once and share one host, so each has devices of its own.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, reason = "tests")]
 
+mod host;
+
 use std::{
-    env,
-    path::PathBuf,
     process::{Child, Command, Stdio},
     sync::{LazyLock, RwLock},
-    thread,
     time::{Duration, Instant},
 };
 
 use gpusim::{
     client::Client,
-    config::Config,
-    daemon::Daemon,
     fault::{Fault, FaultKind},
-    protocol::{Control, MemoryKind, ProcessList, Region, Request, SOCKET_VARIABLE},
+    protocol::{Control, MemoryKind, ProcessList, Region, Request},
     size::Bytes,
 };
 use highwater_gpu::{
     Device, DeviceInfo, Driver, ErrorClass, Inventory, Kinds, LimitError, MAX_RETAKES, Partition, Reading,
     Unavailable,
 };
+
+use host::Host;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -37,38 +36,10 @@ const CONFIG: &str = r#"{"driverVersion": "580.1", "contextOverhead": 0, "openOv
              {"profile": "2g.35gb", "memory": "32Gi", "gpuInstance": 3}]}
 ]}"#;
 
-struct Host {
-    library: PathBuf,
-    socket: PathBuf,
-}
-
-static HOST: LazyLock<Host> = LazyLock::new(|| {
-    // A process that ends by itself leaves its directory to the system's clean-up.
-    let socket = tempfile::tempdir().unwrap().keep().join("gpu.sock");
-    let daemon = Daemon::bind(&socket, Config::from_json(CONFIG).unwrap()).unwrap();
-    thread::spawn(|| daemon.serve().unwrap());
-    // SAFETY: every test begins with this initialisation, so no other thread of the process
-    // reads the environment meanwhile.
-    unsafe { env::set_var(SOCKET_VARIABLE, &socket) };
-    Host { library: build_library(), socket }
-});
-
-/// Builds the simulated library with the profile of this test.
-fn build_library() -> PathBuf {
-    let profile_dir = env::current_exe().unwrap().ancestors().nth(2).unwrap().to_owned();
-    let mut build = Command::new(env!("CARGO"));
-    build.args(["build", "--quiet", "--package", "gpusim-nvml", "--manifest-path"]);
-    build.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/../Cargo.toml"));
-    build.arg("--target-dir").arg(profile_dir.parent().unwrap());
-    if profile_dir.ends_with("release") {
-        build.arg("--release");
-    }
-    assert!(build.status().unwrap().success(), "the simulated library does not build");
-    profile_dir.join("libgpusim_nvml.so")
-}
+static HOST: LazyLock<Host> = LazyLock::new(|| Host::start(CONFIG, &["gpusim-nvml"]));
 
 fn open() -> Driver {
-    Driver::open(Some(&HOST.library)).unwrap()
+    Driver::open(Some(&HOST.nvml())).unwrap()
 }
 
 /// Taking stock reads the memory of every device, which ends a tear of one that is under test.

@@ -1272,11 +1272,7 @@ mod holding_tests;
 
 #[cfg(test)]
 mod tests {
-    use std::{
-        cell::{Cell, RefCell},
-        rc::Rc,
-        sync::LazyLock,
-    };
+    use std::{cell::RefCell, rc::Rc};
 
     use highwater_crds::{
         Decision, DecisionState, GpuMemoryIncident, GpuMemoryIncidentStatus, IncidentKind, Observation,
@@ -1293,21 +1289,12 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::world::{Change as Set, NodeFacts};
+    use crate::{
+        test_clock::{TIME, clock},
+        world::{Change as Set, NodeFacts},
+    };
 
     const GI: u64 = ByteSize::GI;
-
-    thread_local! {
-        /// Milliseconds since the test began.
-        static TIME: Cell<u64> = const { Cell::new(0) };
-    }
-    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
-
-    fn clock() -> (Instant, Timestamp) {
-        let since = Duration::from_millis(TIME.get());
-        let wall = Timestamp::from_second(1_800_000_000).unwrap() + SignedDuration::try_from(since).unwrap();
-        (*START + since, wall)
-    }
 
     /// A node with the devices `GPU-0` and `GPU-1` of 80 GiB.
     struct Bench {

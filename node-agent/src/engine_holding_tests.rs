@@ -10,7 +10,6 @@ use highwater_policy::{
     pod::{NamespaceFacts, Owner, PodFacts},
     quota::DEFAULT_CONTEXT,
 };
-use jiff::SignedDuration;
 use serde_json::{Value, json};
 
 use super::*;
@@ -19,24 +18,13 @@ use crate::{
     keeper_protocol::{DeviceStatus, End, Released, Reserved, Status},
     limits::{Failure, Outcome},
     pod_resources::{Assignments, ContainerDevices},
+    test_clock::{TIME, clock},
     world::{Change as Set, NodeFacts},
 };
 
 const GI: u64 = ByteSize::GI;
 const MI: u64 = ByteSize::MI;
 const DEVICE: &str = "GPU-00000000-0000-0000-0000-000000000001";
-
-thread_local! {
-    /// Milliseconds since the test began.
-    static TIME: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
-}
-static START: std::sync::LazyLock<Instant> = std::sync::LazyLock::new(Instant::now);
-
-fn clock() -> (Instant, Timestamp) {
-    let since = Duration::from_millis(TIME.get());
-    let wall = Timestamp::from_second(1_800_000_000).unwrap() + SignedDuration::try_from(since).unwrap();
-    (*START + since, wall)
-}
 
 /// A node with one device of 80 GiB, a keeper, and a kubelet that gave the device to all pods.
 struct Bench {

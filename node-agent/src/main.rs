@@ -24,6 +24,8 @@ mod run;
 mod sampler;
 mod signal;
 mod strength;
+#[cfg(test)]
+mod test_clock;
 mod wards;
 mod watch;
 mod world;
