@@ -4,6 +4,7 @@
 export PATH := $(PATH):$(HOME)/.cargo/bin:/usr/local/go/bin
 # What cargo builds is kept outside the checkout: a fresh clone finds its dependencies built.
 export CARGO_TARGET_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/highwater/target
+OWN := $(shell CARGO_TARGET_DIR=$(CARGO_TARGET_DIR) hack/own-target)
 
 CLUSTER := cargo run --quiet --package highwater-e2e --bin cluster --
 # Arguments of `cluster up`, for instance: make up UP='--nodes 2 --gpus 4'
