@@ -948,6 +948,7 @@ impl Engine {
         self.signal(now, wall);
         let moment = Moment {
             now,
+            present: self.now().0,
             wall,
             node: &self.node,
             release_namespace: &self.release_namespace,
@@ -1301,6 +1302,8 @@ mod tests {
         engine: Engine,
         jobs: Rc<RefCell<Vec<Job>>>,
         root: tempfile::TempDir,
+        /// How long a sample waits for its turn, in milliseconds.
+        late: u64,
     }
 
     fn pod(name: &str) -> PodFacts {
@@ -1367,7 +1370,7 @@ mod tests {
             };
             let devices = vec![device(0), device(1)];
             engine.report(Report::Opened { version: "580".into(), devices, limits: false });
-            let mut bench = Self { engine, jobs, root };
+            let mut bench = Self { engine, jobs, root, late: 0 };
             bench.world(WorldChange::Namespace(reset([("team".to_owned(), NamespaceFacts::default())])));
             bench.world(WorldChange::Node(reset([NodeFacts { uid: "node".into(), ..NodeFacts::default() }])));
             let spec = serde_json::from_value(json!({"planLifeSeconds": 600, "layers": layers})).unwrap();
@@ -1423,6 +1426,8 @@ mod tests {
         fn pass(&mut self, after: u64, devices: Vec<Sampled>) {
             TIME.set(TIME.get() + after);
             let (at, wall) = clock();
+            let waited = Duration::from_millis(self.late);
+            let (at, wall) = (at - waited, wall - waited);
             let pass = Pass { at, wall, late: Duration::ZERO, took: Duration::ZERO, devices };
             self.engine.report(Report::Pass(pass));
         }
@@ -2107,6 +2112,28 @@ mod tests {
             }
             assert_eq!(answers, 1, "{time}");
         }
+    }
+
+    #[test]
+    fn a_question_is_not_answered_by_a_sample_that_was_taken_before_it() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        bench.sample(0, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        let mut incident = bench.created().remove(0);
+        bench.late = 50;
+        incident
+            .annotations_mut()
+            .insert(highwater_crds::names::OBSERVE.into(), "2000-01-01T00:00:00Z".into());
+        bench.decide(&incident, DecisionState::Verifying, "Evicted");
+        bench.sample(100, &[]);
+        assert_eq!(bench.observed(), [ObservationState::Gone], "its news is told all the same");
+        bench.late = 0;
+        let mut answers = 0;
+        for _ in 0..100 {
+            bench.sample(100, &[]);
+            answers += bench.observed().len();
+        }
+        assert_eq!(answers, 1);
     }
 
     #[test]

@@ -98,7 +98,9 @@ struct Observing {
     written: Option<Observation>,
     /// When something was said last.
     said: Millis,
-    /// The operator's question that was answered last, and the one that is being answered.
+    /// The operator's present question, and when it was first seen.
+    asked: Option<(String, Millis)>,
+    /// The one that was answered last, and the one that is being answered.
     answered: Option<String>,
     answering: Option<String>,
     attempt: Attempt,
@@ -111,6 +113,8 @@ struct Observing {
 pub(crate) struct Moment<'a> {
     /// On the monotonic clock.
     pub(crate) now: Millis,
+    /// What that clock says now: a sample may have waited for its turn.
+    pub(crate) present: Millis,
     /// When the sample was taken.
     pub(crate) wall: Timestamp,
     /// Name of the node.
@@ -329,7 +333,7 @@ impl Episodes {
                 continue;
             };
             let stored = incident.status.as_ref().and_then(|status| status.observation.as_ref());
-            let question = episode::question(incident);
+            let question = observing.question(incident, moment.present);
             let last = Last {
                 state: observing.written.as_ref().or(stored).map_or(ObservationState::Over, |o| o.state),
                 age: moment.now.since(observing.said),
@@ -338,7 +342,7 @@ impl Episodes {
             let Some(state) = episode::observation_due(incident, last, seen) else { continue };
             if observing.attempt.ready(moment.now) {
                 observing.attempt.start();
-                observing.answering = question;
+                observing.answering = observing.answered_by(moment.now);
                 let observation = Observation { state, bytes: bytes.map(signed), at: MicroTime(moment.wall) };
                 submit(Job::Observe(name.clone(), observation));
             }
@@ -356,11 +360,27 @@ impl Observing {
         Self {
             written: None,
             said: Millis(moment.now.0.saturating_sub(age)),
+            asked: None,
             answered: None,
             answering: None,
             attempt: Attempt::default(),
             held: None,
         }
+    }
+
+    /// What the operator asks at present.
+    fn question(&mut self, incident: &GpuMemoryIncident, present: Millis) -> Option<String> {
+        let question = episode::question(incident);
+        if question.as_ref() != self.asked.as_ref().map(|(text, _)| text) {
+            self.asked = question.clone().map(|text| (text, present));
+        }
+        question
+    }
+
+    /// The question that a sample taken at `now` answers. One that was taken before the question was
+    /// there says nothing of what the act has changed, and the operator passes it over.
+    fn answered_by(&self, now: Millis) -> Option<String> {
+        self.asked.as_ref().filter(|(_, since)| now >= *since).map(|(text, _)| text.clone())
     }
 }
 
