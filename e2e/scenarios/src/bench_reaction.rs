@@ -59,6 +59,8 @@ async fn measure(cluster: Cluster, arguments: &Arguments) -> Result<Vec<i64>> {
     let mut spec = enforce(&s.namespace, "4Gi");
     spec["quota"]["breach"]["holdMilliseconds"] = json!(0);
     spec["quota"]["breach"]["actions"] = json!([{"type": "Restart", "restart": {"gracePeriodSeconds": 0}}]);
+    // For ten seconds an act counts as a pod that is down, and a lane comes round in fewer.
+    spec["remediation"]["budget"]["maxUnavailable"] = json!(10);
     spec["remediation"]["budget"]["rates"] =
         json!([{"scope": "Fleet", "maxActions": 10000, "windowMinutes": 1}]);
     s.apply(&policy("bench-reaction", spec)).await?;
