@@ -381,6 +381,19 @@ fn reclaim(state: &'static State, device: &Device) {
     pools::trim(state, device);
 }
 
+/// Has pools and graphs give back what they keep, on those devices of the quota page for which
+/// `ordinals` has a bit.
+#[cold]
+pub(crate) fn give_back(state: &'static State, ordinals: u32) {
+    for device in &state.devices {
+        let ordinal = state.accounts.lock().ordinal(device).and_then(|ordinal| u32::try_from(ordinal).ok());
+        if ordinal.and_then(|ordinal| ordinals.checked_shr(ordinal)).is_some_and(|bits| bits & 1 != 0) {
+            graphs::trim(state, device);
+            reclaim(state, device);
+        }
+    }
+}
+
 /// Brings the accounts up to date where that costs little.
 pub(crate) fn refresh(state: &'static State, device: &Device) {
     if state.dirty.load(Ordering::Relaxed) != 0 {

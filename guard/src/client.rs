@@ -23,7 +23,7 @@ use rustix::net::{
     SocketFlags, SocketType,
 };
 
-use crate::accounts::Pages;
+use crate::accounts::{self, Pages};
 use crate::elf;
 use crate::state::State;
 use crate::sys::{self, Guard, MILLISECOND, Moment, SECOND, Zeroed};
@@ -34,6 +34,8 @@ const PATIENCE: u64 = 2 * SECOND;
 const RETRY: u64 = SECOND;
 /// How long a call is held up by looking for a newer agent.
 const REFRESH_PATIENCE: u64 = 300 * MILLISECOND;
+/// How often calls of the driver look whether the agent has asked for something.
+const HEED: u64 = 50 * MILLISECOND;
 /// Pause between attempts while waiting.
 const PAUSE: u64 = 20 * MILLISECOND;
 /// How long a thread sleeps at most before it looks whether another one took its answer in.
@@ -78,6 +80,8 @@ pub(crate) struct Client {
     told: u32,
     /// 1 once it is known that the volume says "strict", 2 if it does not.
     strict: u32,
+    /// A bit for each device of the quota page on which the agent asked for a trim.
+    trims: u32,
     inbox: [Inbox; ANSWERS],
 }
 
@@ -267,6 +271,10 @@ impl Client {
                         ticket,
                         2_u32.saturating_add(position.and_then(|at| u32::try_from(at).ok()).unwrap_or(0)),
                     )
+                }
+                Some(Ok(ToGuard::Trim { device })) => {
+                    self.trims |= 1_u32.checked_shl(device).unwrap_or(0);
+                    continue;
                 }
                 // Of a newer agent, or of none: nobody waits for it.
                 _ => continue,
@@ -537,6 +545,28 @@ pub(crate) fn await_agent(state: &'static State) -> Agent {
         client.next_try = sys::now().saturating_add(RETRY);
     }
     if client.is_strict() { Agent::AwayAndStrict } else { Agent::AwayButOpen }
+}
+
+/// Does what the agent has asked for since the last look, if anything. Takes no longer than reading the
+/// clock most of the time. To be called where nothing is locked.
+pub(crate) fn heed(state: &'static State) {
+    let (now, before) = (sys::now(), state.heeded.load(Ordering::Relaxed));
+    if now < before.saturating_add(HEED) {
+        return;
+    }
+    state.heeded.store(now, Ordering::Relaxed);
+    let asked = match state.client.try_lock() {
+        Some(mut client) if client.connected != 0 => {
+            // One that is gone is noticed by whoever needs it.
+            let _gone = client.take_in();
+            // What could disturb a capture waits for its end.
+            if state.captures.load(Ordering::Relaxed) == 0 { core::mem::take(&mut client.trims) } else { 0 }
+        }
+        _ => 0,
+    };
+    if asked != 0 {
+        accounts::give_back(state, asked);
+    }
 }
 
 /// Goes over to a newer agent, if it listens already.

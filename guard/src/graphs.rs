@@ -122,6 +122,32 @@ fn each_device(state: &'static State, mut visit: impl FnMut(&'static Device)) {
     }
 }
 
+/// Makes the driver give back what it keeps for graphs of a device that do not run.
+pub(crate) fn trim(state: &'static State, device: &Device) {
+    let index = state.index_of(device);
+    let used = state.graph_devices.load(Ordering::Relaxed);
+    if used.checked_shr(u32::from(index)).is_none_or(|bits| bits & 1 == 0) {
+        return;
+    }
+    // SAFETY: a device that the driver named.
+    if relaxed(|| unsafe { driver!(cuDeviceGraphMemTrim(c_int::from(index) => c_int)) }) == SUCCESS {
+        trimmed(state, device);
+    }
+}
+
+/// The driver has given back what it kept for graphs.
+fn trimmed(state: &'static State, device: &Device) {
+    let index = state.index_of(device);
+    settle(state, device);
+    // Those that run take it again. Which ones the trim concerned is not said: all of them
+    // are charged anew when they run, and the driver's number corrects that.
+    state.table.each_mut(|entry| {
+        if entry.is(Space::Graph) && entry.device == index && entry.flag == stage::TAKEN {
+            entry.flag = stage::TRIMMED;
+        }
+    });
+}
+
 /// An array in memory of its own.
 struct Scratch<T> {
     memory: ptr::NonNull<u8>,
@@ -566,15 +592,7 @@ hooks! {
     fn cuDeviceGraphMemTrim(device: c_int) via state::cuda, |state, real| {
         let code = real(device);
         if code == SUCCESS && let Some(known) = state.device(device) {
-            let index = state.index_of(known);
-            settle(state, known);
-            // Those that run take it again. Which ones the trim concerned is not said: all of them
-            // are charged anew when they run, and the driver's number corrects that.
-            state.table.each_mut(|entry| {
-                if entry.is(Space::Graph) && entry.device == index && entry.flag == stage::TAKEN {
-                    entry.flag = stage::TRIMMED;
-                }
-            });
+            trimmed(state, known);
         }
         code
     }

@@ -7,6 +7,7 @@ use highwater_guard_abi::wire::RefusedReason;
 
 use crate::accounts::{self, footprint};
 use crate::blocks::{self, BLOCK};
+use crate::client;
 use crate::code::{Code, NOT_SUPPORTED, OUT_OF_MEMORY, SUCCESS};
 use crate::contexts;
 use crate::pools;
@@ -29,6 +30,7 @@ fn allocate(
     allocate: impl FnOnce() -> Code,
     allocated: impl FnOnce() -> (u64, u64),
 ) -> Code {
+    client::heed(state);
     let piece = if size < BLOCK { blocks::piece(size) } else { 0 };
     let charged = if piece > 0 { blocks::expect(device, piece) } else { footprint(size) };
     if accounts::charge(state, device, charged).is_err() {
@@ -118,6 +120,7 @@ fn free(state: &'static State, pointer: u64, free: impl FnOnce() -> Code) -> Cod
         None => {}
     }
     virtual_memory::settle_sometimes(state);
+    client::heed(state);
     code
 }
 

@@ -13,6 +13,7 @@ use highwater_guard_abi::page::Managed;
 use highwater_guard_abi::wire::RefusedReason;
 
 use crate::accounts::{self, footprint};
+use crate::client;
 use crate::code::{Code, NOT_SUPPORTED, OUT_OF_MEMORY, SUCCESS};
 use crate::graphs;
 use crate::plain::{self, released};
@@ -248,6 +249,7 @@ fn allocate(
         graphs::seen(state);
         return call();
     }
+    client::heed(state);
     let Some(on) = streams::device_of(state, stream) else { return call() };
     let Some(handle) = pool.or_else(|| current_pool(state.index_of(on))) else { return call() };
     let size = sys::bytes(size).div_ceil(BLOCK).saturating_mul(BLOCK);
@@ -390,6 +392,7 @@ fn free(
         }
         None => touched(state),
     }
+    client::heed(state);
     code
 }
 

@@ -70,6 +70,8 @@ pub(crate) struct State {
     /// Memory that only exported descriptors keep, and when that was last looked at.
     pub(crate) orphans: AtomicU64,
     pub(crate) orphans_seen: AtomicU64,
+    /// When it was last looked whether the agent asks for something.
+    pub(crate) heeded: AtomicU64,
     pub(crate) accounts: Mutex<Accounts>,
     pub(crate) client: Mutex<Client>,
     pub(crate) table: Table,

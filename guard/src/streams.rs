@@ -7,7 +7,7 @@ use core::sync::atomic::Ordering;
 use crate::code::{Code, SUCCESS};
 use crate::state::{self, Device, State};
 use crate::symbols::{driver, hooks};
-use crate::{graphs, pools, virtual_memory};
+use crate::{client, graphs, pools, virtual_memory};
 
 type Stream = *mut c_void;
 type Context = *mut c_void;
@@ -118,6 +118,7 @@ fn ended(state: &'static State, code: Code) -> Code {
 /// What was freed in the order of a stream may have left its pool now.
 fn caught_up(state: &'static State, code: Code) -> Code {
     virtual_memory::settle_sometimes(state);
+    client::heed(state);
     let looks = state.dirty.load(Ordering::Relaxed);
     if code == SUCCESS && looks != 0 {
         state.dirty.store(looks - 1, Ordering::Relaxed);

@@ -277,6 +277,15 @@ pub enum ToGuard {
         /// Why.
         reason: NotGrantedReason,
     },
+    /// Asks this process to have its pools, and the memory of its graphs, give back what they keep.
+    /// The guard does so at a later call of the driver and does not answer: what was given back is
+    /// seen in the usage page.
+    ///
+    /// It came after version 1 and changes nothing of it: guards that do not know it ignore it.
+    Trim {
+        /// Ordinal of the device.
+        device: u32,
+    },
 }
 
 const HELLO: u16 = 1;
@@ -287,6 +296,7 @@ const WELCOME: u16 = 101;
 const DENIED: u16 = 102;
 const GRANTED: u16 = 103;
 const NOT_GRANTED: u16 = 104;
+const TRIM: u16 = 105;
 
 impl ToAgent {
     /// The frame and its length.
@@ -377,6 +387,10 @@ impl ToGuard {
                 writer.put(&ticket.to_le_bytes());
                 writer.put(&reason.number());
             }
+            Self::Trim { device } => {
+                writer = Writer::new(TRIM);
+                writer.put(&device.to_le_bytes());
+            }
         }
         writer.finish()
     }
@@ -400,6 +414,7 @@ impl ToGuard {
                 ticket: reader.u32()?,
                 reason: reader.one_of(NotGrantedReason::ALL)?,
             },
+            TRIM => Self::Trim { device: reader.u32()? },
             other => return Err(Malformed::Kind(other)),
         })
     }
@@ -446,6 +461,7 @@ mod tests {
             }),
             (any::<(u32, u32)>(), prop::sample::select(NotGrantedReason::ALL))
                 .prop_map(|((device, ticket), reason)| ToGuard::NotGranted { device, ticket, reason }),
+            any::<u32>().prop_map(|device| ToGuard::Trim { device }),
         ]
     }
 

@@ -52,6 +52,8 @@ struct Shared {
     grants: Mutex<Grants>,
     denies: Mutex<Option<DeniedReason>>,
     heard: Mutex<Heard>,
+    /// Whoever said hello.
+    guards: Mutex<Vec<OwnedFd>>,
     stopping: AtomicBool,
 }
 
@@ -99,6 +101,7 @@ impl Agent {
             grants: Mutex::new(Grants::UpTo(u64::MAX)),
             denies: Mutex::new(None),
             heard: Mutex::default(),
+            guards: Mutex::default(),
             stopping: AtomicBool::new(false),
         });
         let _ = std::fs::remove_file(socket);
@@ -154,6 +157,19 @@ impl Agent {
 
     pub(crate) fn deny(&self, reason: Option<DeniedReason>) {
         *self.shared.denies.lock().unwrap() = reason;
+    }
+
+    /// Says something to every guard that has said hello.
+    pub(crate) fn say(&self, packet: &[u8]) {
+        for socket in self.shared.guards.lock().unwrap().iter() {
+            let _gone = send(socket, packet, SendFlags::NOSIGNAL);
+        }
+    }
+
+    /// Asks every guard to have pools and graphs of a device give back what they keep.
+    pub(crate) fn trim(&self, device: u32) {
+        let (frame, length) = ToGuard::Trim { device }.encode();
+        self.say(&frame[..length]);
     }
 
     pub(crate) fn heard(&self) -> Heard {
@@ -250,6 +266,7 @@ impl Shared {
                     if slot.is_none() {
                         return;
                     }
+                    self.guards.lock().unwrap().push(socket.try_clone().unwrap());
                 }
                 ToAgent::Grant { device, ticket, wanted_total_units, .. } => {
                     self.heard.lock().unwrap().questions += 1;
@@ -261,6 +278,8 @@ impl Shared {
                 ToAgent::Strength { flags } => self.heard.lock().unwrap().weaknesses |= flags,
             }
         }
+        // Whoever is at the other end is to see that this one is closed.
+        self.guards.lock().unwrap().clear();
         // The process may have closed its socket and go on.
         while !self.stops() && !has_input(&process) {}
         if let Some(slot) = slot.filter(|_| !self.stops()) {

@@ -1,11 +1,11 @@
 //! Every family of allocations is charged, refused with the driver's own code, and given back.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use highwater_guard_abi::page::{DeviceQuota, Managed};
 use highwater_guard_abi::wire::RefusedReason;
 
-use crate::host::Host;
+use crate::host::{Host, Pod, Program};
 use crate::{CONTEXT, GIB, MIB, REFUSED};
 
 /// A quota that holds a context and a gibibyte.
@@ -251,6 +251,72 @@ fn a_pool_that_keeps_what_is_freed_is_made_to_give_it_back_before_a_refusal() {
     program.succeed(&["frompool a p 768M", "asyncfree a", "sync", "begincapture"]);
     assert_eq!(program.ask("alloc b 512M").split(' ').next(), Some(REFUSED));
     program.succeed(&["endcapture g", "alloc b 512M"]);
+}
+
+/// Has a program wait for its streams until so much is charged.
+fn sync_until(pod: &Pod<'_>, program: &mut Program, bytes: u64) {
+    let began = Instant::now();
+    while pod.agent.charged() != bytes {
+        assert!(
+            began.elapsed() < Duration::from_secs(20),
+            "{} are charged, not {bytes}",
+            pod.agent.charged()
+        );
+        program.succeed(&["sync"]);
+    }
+}
+
+/// Longer than it is between two looks at what the agent asks.
+const KEPT_ON: Duration = Duration::from_millis(150);
+
+/// Has a program do something for so long.
+fn keep_on(program: &mut Program, orders: &[&str]) {
+    let began = Instant::now();
+    while began.elapsed() < KEPT_ON {
+        program.succeed(orders);
+    }
+}
+
+#[test]
+fn pools_and_graphs_give_back_what_they_keep_when_the_agent_asks() {
+    let host = Host::start();
+    let pod = host.pod(LIMIT);
+    let mut program = pod.ready();
+    program.succeed(&["stream", "pool p", "keep p 64G", "frompool a p 256M", "asyncfree a", "sync"]);
+    program.succeed(&["graph g", "node g a 256M", "freenode g a", "instantiate x g"]);
+    program.succeed(&["launch x", "sync", "endexecutable x"]);
+    assert!(pod.agent.charged() >= CONTEXT + 512 * MIB);
+    // Of another device, of none, and of a newer agent that asks for what is not known.
+    pod.agent.trim(1);
+    pod.agent.trim(u32::MAX);
+    pod.agent.say(b"HWGD\xff\x7f\x0c\0\0\0\0\0");
+    pod.agent.say(b"garbage");
+    let before = pod.agent.charged();
+    keep_on(&mut program, &["sync"]);
+    assert_eq!(pod.agent.charged(), before);
+    pod.agent.trim(0);
+    sync_until(&pod, &mut program, CONTEXT);
+    assert_eq!(program.numbers("reserved p")[1], 0);
+    assert!(pod.agent.is_consistent());
+}
+
+#[test]
+fn a_trim_waits_for_the_end_of_a_capture() {
+    let host = Host::start();
+    let pod = host.pod(LIMIT);
+    let mut program = pod.ready();
+    program.succeed(&["stream", "pool p", "keep p 64G", "frompool a p 256M", "asyncfree a", "sync"]);
+    let kept = pod.agent.charged();
+    program.succeed(&["begincapture"]);
+    pod.agent.trim(0);
+    // What is over the quota does not come to the driver, and spoils no capture.
+    let began = Instant::now();
+    while began.elapsed() < KEPT_ON {
+        assert_eq!(program.ask("alloc b 2G").split(' ').next(), Some(REFUSED));
+    }
+    assert_eq!(pod.agent.charged(), kept);
+    program.succeed(&["endcapture g"]);
+    sync_until(&pod, &mut program, CONTEXT);
 }
 
 #[test]
