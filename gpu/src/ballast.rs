@@ -9,7 +9,7 @@
 //! done in a process of its own.
 
 use std::{
-    ffi::{CStr, OsStr, c_char, c_int, c_uint, c_ulonglong, c_void},
+    ffi::{c_char, c_int, c_uint, c_ulonglong, c_void},
     fmt,
     mem::ManuallyDrop,
     os::fd::{FromRawFd, OwnedFd, RawFd},
@@ -19,14 +19,8 @@ use std::{
 
 use libloading::Library;
 
-/// Name by which the loader finds the library.
-const LIBRARY: &str = "libcuda.so.1";
-/// `CUDA_SUCCESS`.
-const SUCCESS: c_int = 0;
-/// `CUDA_ERROR_OUT_OF_MEMORY`.
-const OUT_OF_MEMORY: c_int = 2;
-/// `CUDA_ERROR_NO_DEVICE`: also where `CUDA_VISIBLE_DEVICES` names one that is not there.
-const NO_DEVICE: c_int = 100;
+use crate::cuda::{self, NO_DEVICE, OUT_OF_MEMORY, SUCCESS, calls};
+
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
 const PINNED: c_int = 1;
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
@@ -138,29 +132,6 @@ const _: () = assert!(size_of::<Properties>() == 32 && size_of::<Uuid>() == 16);
 /// `CUmemGenericAllocationHandle`.
 type Handle = c_ulonglong;
 
-/// Declares the calls that are needed, as fields of a table and as their names.
-macro_rules! calls {
-    ($($name:ident($($argument:ty),*);)*) => {
-        /// The driver's calls, good for as long as the library stays loaded.
-        #[allow(non_snake_case)]
-        struct Calls {
-            $($name: unsafe extern "C" fn($($argument),*) -> c_int,)*
-        }
-
-        impl Calls {
-            /// Finds every call, or names the first that is missing.
-            fn find(library: &Library) -> Result<Self, &'static str> {
-                Ok(Self {
-                    // SAFETY: the types are those of the driver's header, and the pointers are
-                    // used only while the library is loaded: it is never unloaded.
-                    $($name: *unsafe { library.get(concat!(stringify!($name), "\0").as_bytes()) }
-                        .map_err(|_| stringify!($name))?,)*
-                })
-            }
-        }
-    };
-}
-
 calls! {
     cuInit(c_uint);
     cuGetErrorName(c_int, *mut *const c_char);
@@ -193,14 +164,10 @@ impl Ballast {
     /// Each says what to change.
     pub fn open(library: Option<&Path>, uuid: &str) -> Result<Self, BallastError> {
         let wanted = parse(uuid).ok_or_else(|| BallastError::NotAUuid(uuid.to_owned()))?;
-        let path = library.map_or(OsStr::new(LIBRARY), Path::as_os_str);
-        let name = || path.to_string_lossy().into_owned();
-        // SAFETY: the library is the driver's, whose initialisation may run at any time. It is
-        // never unloaded, so its termination routines run at exit only.
-        let library = unsafe { Library::new(path) }
-            .map_err(|error| BallastError::NoLibrary { library: name(), detail: error.to_string() })?;
-        let library = ManuallyDrop::new(library);
-        let calls = Calls::find(&library).map_err(|call| BallastError::NoCall { library: name(), call })?;
+        let name = || cuda::name(library);
+        let opened =
+            cuda::load(library).map_err(|detail| BallastError::NoLibrary { library: name(), detail })?;
+        let calls = Calls::find(&opened).map_err(|call| BallastError::NoCall { library: name(), call })?;
         // SAFETY: no flags are defined.
         match unsafe { (calls.cuInit)(0) } {
             NO_DEVICE => return Err(BallastError::NoDevice { uuid: uuid.to_owned(), visible: 0 }),
@@ -227,7 +194,7 @@ impl Ballast {
                 detail: "a granularity of 0".to_owned(),
             });
         }
-        Ok(Self { calls, properties, granularity, _library: library })
+        Ok(Self { calls, properties, granularity, _library: opened })
     }
 
     /// The step in which memory can be made, in bytes: 2 MiB on the GPUs of today.
@@ -279,16 +246,7 @@ impl Calls {
         if code == SUCCESS {
             return Ok(());
         }
-        let mut name = ptr::null();
-        // SAFETY: the driver writes a pointer to a constant text, or none for a code it does not
-        // know.
-        let known = unsafe { (self.cuGetErrorName)(code, &raw mut name) } == SUCCESS && !name.is_null();
-        let name = if known {
-            // SAFETY: see above; the text ends with a zero byte.
-            unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
-        } else {
-            "unknown error".to_owned()
-        };
+        let name = cuda::error_name(self.cuGetErrorName, code);
         Err(BallastError::Refused { call, code, name })
     }
 

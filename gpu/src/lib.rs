@@ -20,14 +20,17 @@
 //!
 //! A number that the driver does not give is `None`, never 0.
 //!
-//! [`Ballast`] makes memory that a descriptor holds, through the CUDA driver, and [`Limits`] are
-//! those that newer drivers keep themselves.
+//! [`Ballast`] makes memory that a descriptor holds, and [`Checkpoint`] moves a process's memory to
+//! the host and back, both through the CUDA driver; [`Limits`] are those that newer drivers keep
+//! themselves.
 
 mod ballast;
+mod cuda;
 mod driver;
 mod error;
 mod inventory;
 mod limits;
+mod park;
 mod processes;
 mod sample;
 
@@ -36,5 +39,6 @@ pub use driver::Driver;
 pub use error::{CallError, ErrorClass, OpenError};
 pub use inventory::{DeviceInfo, Inventory, Partition};
 pub use limits::{Limit, LimitError, Limits, Unavailable};
+pub use park::{Checkpoint, ParkError, ProcessState};
 pub use processes::{Kinds, Process};
 pub use sample::{Device, MAX_RETAKES, Reading};

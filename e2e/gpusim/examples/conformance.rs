@@ -13,8 +13,9 @@
 )]
 
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::ptr::null_mut;
 
 use libloading::Library;
@@ -117,17 +118,19 @@ const GROUPS: [(&str, Group); 21] = [
 ];
 
 /// Not tried on a real driver yet.
-const OPEN: [(&str, Group); 6] = [
+const OPEN: [(&str, Group); 7] = [
     ("sharing", sharing),
     ("importing wrongly", importing_wrongly),
     ("rare lookups", rare_lookups),
     ("freeing in a stream's order", freeing),
     ("pools within captures", pools_within_captures),
     ("large nodes", large_nodes),
+    ("checkpoints", checkpoints),
 ];
 
-/// A part of another group that is a process of its own.
+/// Parts of other groups that are processes of their own.
 const IMPORTER: &str = "an importer";
+const PARKED: &str = "a parked one";
 
 fn main() {
     let name = std::env::args().nth(1).filter(|name| name != "open");
@@ -145,7 +148,7 @@ fn main() {
     };
     // SAFETY: loading a CUDA driver has no conditions.
     let cuda = unsafe { Library::new("libcuda.so.1") }.unwrap();
-    let known: [(&str, Group); 1] = [(IMPORTER, importer)];
+    let known: [(&str, Group); 2] = [(IMPORTER, importer), (PARKED, parked)];
     let mut groups = GROUPS.iter().chain(&OPEN).chain(&known);
     let (name, group) = groups.find(|(known, _)| *known == name).unwrap();
     if !["before init", "memory", "descriptors"].contains(name) {
@@ -993,6 +996,82 @@ fn opened(cuda: &Library) {
             &raw mut other, IpcHandle(handle), 1,
         )
     );
+}
+
+/// Where a process is, as a number; negative where the driver does not say.
+fn state(cuda: &Library, pid: c_int) -> c_int {
+    let mut state = -1;
+    let code = call!(cuda, "cuCheckpointProcessGetState": fn(c_int, *mut c_int), pid, &raw mut state);
+    if code == 0 { state } else { -c_int::try_from(code).unwrap() }
+}
+
+/// Another process goes to the host and comes back.
+fn checkpoints(cuda: &Library) {
+    let mut other = Command::new(std::env::current_exe().unwrap());
+    let mut other = other.arg(PARKED).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let (mut orders, answers) = (other.stdin.take().unwrap(), other.stdout.take().unwrap());
+    let mut answers = BufReader::new(answers).lines();
+    assert_eq!(answers.next().unwrap().unwrap(), "ready");
+    let pid = c_int::try_from(other.id()).unwrap();
+    let zeroes = [0_u64; 8];
+    let step = |name: &str, pid| {
+        // SAFETY: the types are those of cuda.h, and zeroes are good arguments of each.
+        unsafe {
+            let name = format!("cuCheckpointProcess{name}");
+            let step =
+                cuda.get::<unsafe extern "C" fn(c_int, *const [u64; 8]) -> Code>(name.as_bytes()).unwrap();
+            step(pid, &raw const zeroes)
+        }
+    };
+    println!("state: {}", state(cuda, pid));
+    show!(
+        "state to null",
+        call!(cuda, "cuCheckpointProcessGetState": fn(c_int, *mut c_int), pid, null_mut())
+    );
+    println!("state of no process: {}", state(cuda, 0));
+    show!("checkpoint while it runs", step("Checkpoint", pid));
+    show!("restore while it runs", step("Restore", pid));
+    show!("unlock while it runs", step("Unlock", pid));
+    show!("lock", step("Lock", pid));
+    println!("state: {}", state(cuda, pid));
+    show!("lock again", step("Lock", pid));
+    show!("restore while it is locked", step("Restore", pid));
+    writeln!(orders, "allocate").unwrap();
+    show!("checkpoint", step("Checkpoint", pid));
+    println!("state: {}", state(cuda, pid));
+    show!("checkpoint again", step("Checkpoint", pid));
+    show!("unlock while it is on the host", step("Unlock", pid));
+    show!("restore", step("Restore", pid));
+    println!("state: {}", state(cuda, pid));
+    show!("unlock", step("Unlock", pid));
+    println!("state: {}", state(cuda, pid));
+    println!("its allocation meanwhile: {}", answers.next().unwrap().unwrap());
+    // What it imports does not come back.
+    writeln!(orders, "import").unwrap();
+    println!("its import: {}", answers.next().unwrap().unwrap());
+    show!("lock", step("Lock", pid));
+    show!("checkpoint", step("Checkpoint", pid));
+    show!("restore", step("Restore", pid));
+    println!("state: {}", state(cuda, pid));
+    other.kill().unwrap();
+    other.wait().unwrap();
+}
+
+/// In another process, which does as it is told.
+fn parked(cuda: &Library) {
+    enter(cuda);
+    let (mut address, mut handle, mut taken, mut descriptor) = (0, 0, 0, -1);
+    alloc(cuda, &raw mut address, 64 * MIB);
+    println!("ready");
+    for order in std::io::stdin().lines() {
+        if order.unwrap() == "allocate" {
+            println!("{}", alloc(cuda, &raw mut address, 64 * MIB));
+        } else {
+            create_shareable(cuda, &raw mut handle);
+            export(cuda, &raw mut descriptor, handle, 1, 0);
+            println!("{}", import(cuda, &raw mut taken, descriptor, 1));
+        }
+    }
 }
 
 /// Makes device 0's context current.

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::cgroup::Hierarchy;
@@ -20,12 +20,14 @@ use crate::exports::Exports;
 use crate::fault::{Fault, FaultKind};
 use crate::files;
 use crate::identity::{Identity, Peer, watch};
-use crate::protocol::{Control, Failure, Region, Reply, Request, receive, send, send_with};
+use crate::protocol::{CheckpointStep, Control, Failure, Region, Reply, Request, receive, send, send_with};
 
 /// Enough for a request and its reply; hundreds of processes may be connected.
 const STACK: usize = 256 << 10;
 /// Before trying again what went wrong for a reason that passes.
 const RETRY: Duration = Duration::from_millis(20);
+/// Between two looks whether a process that is locked may go on.
+const STOPPED: Timespec = Timespec { tv_sec: 0, tv_nsec: 2_000_000 };
 
 /// A daemon that listens but does not serve yet.
 #[derive(Debug)]
@@ -172,6 +174,9 @@ fn answer_requests(
     // process. The process's own end is not enough either: it may replace itself by `exec`.
     while wait_for_request(stream, peer)? {
         let Some(request) = receive::<Request>(stream, &mut buffer)? else { break };
+        if !wait_while_stopped(driver, client, &request, peer)? {
+            break;
+        }
         let delay = driver.lock().delay(client, &request);
         if !delay.is_zero() {
             thread::sleep(delay);
@@ -195,6 +200,7 @@ fn answer_requests(
                 set_limits(driver, peer, region, &namespace, (soft, hard))
             }
             Request::GetLimits { region, namespace } => limits(driver, region, &namespace),
+            Request::Checkpoint { pid, step } => checkpoint(driver, client, peer, pid, step),
             request => {
                 look_up_cgroup(driver, client, &request, peer);
                 driver.lock().answer(client, request, Instant::now())
@@ -203,6 +209,38 @@ fn answer_requests(
         send(stream, &reply)?;
     }
     Ok(())
+}
+
+/// Waits while the process is locked or on the host. False when it is gone.
+fn wait_while_stopped(driver: &Shared, client: ClientId, request: &Request, peer: &Peer) -> io::Result<bool> {
+    while driver.lock().is_stopped(client, request) {
+        let mut gone = [PollFd::new(&peer.pidfd, PollFlags::IN)];
+        match poll(&mut gone, Some(&STOPPED)) {
+            Ok(0) | Err(rustix::io::Errno::INTR) => {}
+            Ok(_) => return Ok(false),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(true)
+}
+
+/// Moves a process to the host or back. The step goes on to its end if who asked for it is killed.
+fn checkpoint(
+    driver: &Shared,
+    client: ClientId,
+    peer: &Peer,
+    pid: u32,
+    step: CheckpointStep,
+) -> Result<Reply, Failure> {
+    if !may_change(peer) {
+        return Err(Failure::Forbidden);
+    }
+    let begun = driver.lock().begin_step(client, pid, step)?;
+    if !begun.lasts.is_zero() {
+        thread::sleep(begun.lasts);
+    }
+    driver.lock().end_step(&begun)?;
+    Ok(Reply::Done)
 }
 
 /// What a process makes counts for its cgroup, also before that is limited.

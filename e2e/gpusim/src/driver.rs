@@ -3,6 +3,7 @@
 //! Knows no sockets, processes, cgroups or clocks: callers bring the identity of the process that
 //! asks and the time.
 
+mod checkpoint;
 mod ledger;
 mod limits;
 
@@ -19,6 +20,7 @@ use crate::protocol::{
 };
 use crate::size::Bytes;
 
+pub use checkpoint::{Begun, FIRST_WITH_CHECKPOINTS};
 use ledger::Ledger;
 pub use limits::Cgroup;
 use limits::{CgroupLimit, is_below};
@@ -130,7 +132,12 @@ impl Driver {
             | Request::Resize { id, .. }
             | Request::Export(id) => self.ledger.place(client, *id),
             Request::Open(piece) => self.ledger.piece(*piece).map(|piece| piece.region),
-            Request::Inventory | Request::Attach { .. } | Request::Import(_) | Request::Control(_) => None,
+            Request::Inventory
+            | Request::Attach { .. }
+            | Request::Import(_)
+            | Request::ProcessState(_)
+            | Request::Checkpoint { .. }
+            | Request::Control(_) => None,
         }
     }
 
@@ -163,9 +170,11 @@ impl Driver {
             Request::Resize { id, bytes } => self.resize(client, id, bytes).map(|()| Reply::Done),
             Request::Free(id) => self.free(client, id).map(|()| Reply::Done),
             Request::Open(piece) => self.open(client, piece),
+            Request::ProcessState(pid) => self.process_state(client, pid).map(Reply::ProcessState),
             Request::Control(control) => self.control(control),
             Request::Export(_)
             | Request::Import(_)
+            | Request::Checkpoint { .. }
             | Request::SetLimits { .. }
             | Request::GetLimits { .. } => {
                 Err(Failure::Invalid("the caller forgot to ask the kernel".into()))
@@ -536,6 +545,7 @@ impl Driver {
             inventory: self.inventory(),
             memory: memory.collect(),
             holders: holders.collect(),
+            stopped: self.stopped(),
             kept: kept.map(|(region, (chunks, bytes))| Kept { region, chunks, bytes }).collect(),
             leaving: Bytes(self.leaving.iter().map(|leaving| leaving.bytes).sum()),
             limits: limits.collect(),

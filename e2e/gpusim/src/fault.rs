@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::protocol::{ProcessList, Region};
+use crate::protocol::{CheckpointStep, ProcessList, Region};
 use crate::size::Bytes;
 
 /// A fault in force.
@@ -71,6 +71,13 @@ pub enum FaultKind {
         /// The dead process stays in the lists.
         listed: bool,
     },
+    /// A step of checkpoints fails, for every process that has the device open.
+    Checkpoint {
+        /// The step.
+        step: CheckpointStep,
+        /// The process is lost by it.
+        loses: bool,
+    },
 }
 
 impl FaultKind {
@@ -86,6 +93,7 @@ impl FaultKind {
             Self::Unexplained { .. } => "unexplained",
             Self::Torn { .. } => "torn",
             Self::Stuck { .. } => "stuck",
+            Self::Checkpoint { .. } => "checkpoint",
         }
     }
 

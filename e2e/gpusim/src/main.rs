@@ -8,7 +8,9 @@ use gpusim::client::Client;
 use gpusim::config::Config;
 use gpusim::daemon::Daemon;
 use gpusim::fault::{Fault, FaultKind};
-use gpusim::protocol::{Control, DEFAULT_SOCKET, ProcessList, Region, Reply, SOCKET_VARIABLE};
+use gpusim::protocol::{
+    CheckpointStep, Control, DEFAULT_SOCKET, ProcessList, Region, Reply, SOCKET_VARIABLE,
+};
 use gpusim::size::Bytes;
 
 /// Simulates the NVIDIA driver of one host.
@@ -151,6 +153,15 @@ enum Injection {
         #[arg(long)]
         listed: bool,
     },
+    /// A step of checkpoints fails, for every process that has the device open.
+    Checkpoint {
+        /// lock, checkpoint, restore or unlock.
+        #[arg(long)]
+        step: CheckpointStep,
+        /// The process is lost by it.
+        #[arg(long)]
+        loses: bool,
+    },
 }
 
 impl From<Injection> for FaultKind {
@@ -165,6 +176,7 @@ impl From<Injection> for FaultKind {
             Injection::Unexplained { bytes } => Self::Unexplained { bytes },
             Injection::Torn { bytes, reads } => Self::Torn { bytes, reads, raised: false },
             Injection::Stuck { listed } => Self::Stuck { listed },
+            Injection::Checkpoint { step, loses } => Self::Checkpoint { step, loses },
         }
     }
 }

@@ -153,8 +153,59 @@ pub enum Request {
         /// Path of the cgroup.
         namespace: String,
     },
+    /// Where a process is on its way to the host and back, by its PID as the asker counts it.
+    ProcessState(u32),
+    /// Moves a process on that way.
+    Checkpoint {
+        /// The process.
+        pid: u32,
+        /// How.
+        step: CheckpointStep,
+    },
     /// Changes or shows the simulator itself.
     Control(Control),
+}
+
+/// The steps by which a process's memory goes to the host and comes back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum CheckpointStep {
+    /// Its calls wait from now on.
+    Lock,
+    /// To the host.
+    Checkpoint,
+    /// Back to the device.
+    Restore,
+    /// Its calls go on.
+    Unlock,
+}
+
+impl std::str::FromStr for CheckpointStep {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "lock" => Ok(Self::Lock),
+            "checkpoint" => Ok(Self::Checkpoint),
+            "restore" => Ok(Self::Restore),
+            "unlock" => Ok(Self::Unlock),
+            _ => Err(format!("{text:?} is no step: write lock, checkpoint, restore or unlock")),
+        }
+    }
+}
+
+/// `CUprocessState`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum ProcessState {
+    /// It runs.
+    Running = 0,
+    /// Its calls wait.
+    Locked = 1,
+    /// Its memory is on the host.
+    Checkpointed = 2,
+    /// It is lost.
+    Failed = 3,
 }
 
 /// How the kernel tells an open descriptor's file from all others.
@@ -240,6 +291,8 @@ pub enum Reply {
         /// What its processes have.
         used: u64,
     },
+    /// To [`Request::ProcessState`].
+    ProcessState(ProcessState),
     /// To [`Control::Show`].
     State(State),
     /// How many faults ended.
@@ -270,6 +323,12 @@ pub enum Failure {
     NotShareable,
     /// A process cannot open its own memory as another's.
     OwnMemory,
+    /// No such process uses CUDA.
+    NoSuchProcess,
+    /// The process is not where the step begins.
+    OtherState,
+    /// The process could not be locked in time.
+    NotLocked,
     /// The request makes no sense; in words.
     Invalid(String),
 }
@@ -287,6 +346,9 @@ impl std::fmt::Display for Failure {
             Self::NoSuchCgroup => "there is no such cgroup",
             Self::NotShareable => "the memory cannot be shared, or the descriptor keeps none",
             Self::OwnMemory => "the memory is the process's own",
+            Self::NoSuchProcess => "no such process uses CUDA",
+            Self::OtherState => "the process is not where the step begins",
+            Self::NotLocked => "the process could not be locked in time",
             Self::Invalid(words) => words,
         })
     }
@@ -372,6 +434,8 @@ pub struct State {
     pub memory: Vec<Option<Memory>>,
     /// Whoever holds memory, by host PID.
     pub holders: Vec<Holder>,
+    /// Processes that do not run, because they are locked, on the host or lost.
+    pub stopped: Vec<Stopped>,
     /// Memory that no process holds and descriptors keep.
     pub kept: Vec<Kept>,
     /// Memory of dead processes on its way back.
@@ -396,6 +460,18 @@ pub struct Holder {
     pub charged: u64,
     /// Bytes that it uses and nobody is charged for.
     pub uncharged: u64,
+}
+
+/// A process that does not run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Stopped {
+    /// Host PID.
+    pub pid: u32,
+    /// Where it is.
+    pub state: ProcessState,
+    /// Bytes that it has, on devices or on the host.
+    pub bytes: u64,
 }
 
 /// Memory of a device that descriptors alone keep.

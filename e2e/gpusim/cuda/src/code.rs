@@ -21,6 +21,7 @@ pub(crate) enum Code {
     InvalidHandle = 400,
     IllegalState = 401,
     NotFound = 500,
+    NotReady = 600,
     ContextIsDestroyed = 709,
     NotSupported = 801,
     CaptureUnsupported = 900,
@@ -42,8 +43,10 @@ impl From<CallError> for Code {
         match error {
             CallError::Refused(Failure::OutOfMemory) => Self::OutOfMemory,
             CallError::Refused(Failure::NotSupported) => Self::NotSupported,
-            CallError::Refused(Failure::NotShareable) => Self::InvalidValue,
+            CallError::Refused(Failure::NotShareable | Failure::NoSuchProcess) => Self::InvalidValue,
             CallError::Refused(Failure::OwnMemory) => Self::InvalidContext,
+            CallError::Refused(Failure::OtherState) => Self::IllegalState,
+            CallError::Refused(Failure::NotLocked) => Self::NotReady,
             CallError::NoDescriptor => Self::OperatingSystem,
             // A device that fell off the bus, or lost its state by a reset, leaves its programs
             // with this.
@@ -53,7 +56,7 @@ impl From<CallError> for Code {
 }
 
 /// Number, name and description of each code that callers may meet here.
-const TEXTS: [(c_uint, &CStr, &CStr); 18] = [
+const TEXTS: [(c_uint, &CStr, &CStr); 19] = [
     (0, c"CUDA_SUCCESS", c"no error"),
     (1, c"CUDA_ERROR_INVALID_VALUE", c"invalid argument"),
     (2, c"CUDA_ERROR_OUT_OF_MEMORY", c"out of memory"),
@@ -65,6 +68,7 @@ const TEXTS: [(c_uint, &CStr, &CStr); 18] = [
     (400, c"CUDA_ERROR_INVALID_HANDLE", c"invalid resource handle"),
     (401, c"CUDA_ERROR_ILLEGAL_STATE", c"the operation cannot be performed in the present state"),
     (500, c"CUDA_ERROR_NOT_FOUND", c"named symbol not found"),
+    (600, c"CUDA_ERROR_NOT_READY", c"device not ready"),
     (709, c"CUDA_ERROR_CONTEXT_IS_DESTROYED", c"context is destroyed"),
     (801, c"CUDA_ERROR_NOT_SUPPORTED", c"operation not supported"),
     (900, c"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", c"operation not permitted when stream is capturing"),

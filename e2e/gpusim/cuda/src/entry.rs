@@ -5,8 +5,8 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use crate::code::Code;
 use crate::output::{Out, put, put_if_wanted};
 use crate::{
-    array, code, context, device, exports, graph, host, ipc, launch, memory, pointer, pool, session, stream,
-    virtual_memory,
+    array, checkpoint, code, context, device, exports, graph, host, ipc, launch, memory, pointer, pool,
+    session, stream, virtual_memory,
 };
 
 /// `CUdriverProcAddressQueryResult`.
@@ -174,6 +174,7 @@ fn anywhere(name: &str) -> Option<*const c_void> {
         stream::address,
         graph::address,
         array::address,
+        checkpoint::address,
         host::address,
         ipc::address,
         pointer::address,

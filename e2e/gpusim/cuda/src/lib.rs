@@ -7,6 +7,7 @@
 #![allow(non_snake_case, reason = "the names are CUDA's")]
 
 mod array;
+mod checkpoint;
 mod code;
 mod context;
 mod device;

@@ -43,7 +43,13 @@ impl From<CallError> for Code {
             CallError::Refused(Failure::NoSuchCgroup) => Self::NotFound,
             CallError::NoDescriptor
             | CallError::Refused(
-                Failure::OutOfMemory | Failure::NotShareable | Failure::OwnMemory | Failure::Invalid(_),
+                Failure::OutOfMemory
+                | Failure::NotShareable
+                | Failure::OwnMemory
+                | Failure::NoSuchProcess
+                | Failure::OtherState
+                | Failure::NotLocked
+                | Failure::Invalid(_),
             ) => Self::Unknown,
         }
     }

@@ -35,8 +35,35 @@ pub(super) struct Client {
     pub(super) open: Vec<u32>,
     /// Path of its cgroup, as last seen.
     pub(super) cgroup: Arc<str>,
+    pub(super) stage: Stage,
     holdings: BTreeMap<u64, Holding>,
     sums: BTreeMap<Region, Sums>,
+    image: Option<Image>,
+}
+
+/// Where a process is on its way to the host and back.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    #[default]
+    Running,
+    Locked,
+    /// On the way to the host.
+    Leaving,
+    Checkpointed,
+    /// On the way back.
+    Coming,
+    Failed,
+}
+
+/// What a checkpointed process has on the host.
+#[derive(Debug, Default)]
+struct Image {
+    contexts: Vec<(u64, Context)>,
+    pieces: Vec<(u64, Option<u64>, Piece)>,
+    /// Devices that it had open.
+    open: Vec<u32>,
+    /// It shared memory with others, which does not come back.
+    shared: bool,
 }
 
 /// What a process has in a region by itself.
@@ -133,8 +160,10 @@ impl Ledger {
             lists: Vec::new(),
             open: Vec::new(),
             cgroup: "/".into(),
+            stage: Stage::Running,
             holdings: BTreeMap::new(),
             sums: BTreeMap::new(),
+            image: None,
         };
         self.clients.insert(id, client);
         id
@@ -306,6 +335,98 @@ impl Ledger {
             }
         }
         self.drop_holding(client, holding);
+    }
+
+    /// The processes that have opened devices for CUDA, of those that are asked for.
+    pub(super) fn using_cuda(&self, is_meant: impl Fn(&Identity) -> bool) -> Vec<ClientId> {
+        let uses = |client: &Client| !client.open.is_empty() || client.image.is_some();
+        let meant = self.clients.iter().filter(|(_, client)| uses(client) && is_meant(&client.identity));
+        meant.map(|(id, _)| *id).collect()
+    }
+
+    /// Indices of the devices that a process has open, or had when it was checkpointed.
+    pub(super) fn devices_of(&self, id: ClientId) -> Vec<u32> {
+        let Some(client) = self.clients.get(&id) else { return Vec::new() };
+        client.image.as_ref().map_or_else(|| client.open.clone(), |image| image.open.clone())
+    }
+
+    /// What a process has, on devices or on the host.
+    pub(super) fn bytes_of(&self, id: ClientId) -> u64 {
+        let Some(client) = self.clients.get(&id) else { return 0 };
+        if let Some(image) = &client.image {
+            return image.needed().values().sum();
+        }
+        let held = client.holdings.values().map(|holding| match &holding.what {
+            Held::Context(context) => context.size,
+            Held::Piece(piece) => self.pieces.get(piece).map_or(0, |piece| piece.resident),
+        });
+        held.sum()
+    }
+
+    /// Moves what a process has to the host. Of what others hold too, its share ends.
+    pub(super) fn checkpoint(&mut self, id: ClientId) {
+        let Some(client) = self.clients.get_mut(&id).filter(|client| client.image.is_none()) else { return };
+        let mut image = Image { open: std::mem::take(&mut client.open), ..Image::default() };
+        let holdings = std::mem::take(&mut client.holdings);
+        for (holding, Holding { what, context }) in holdings {
+            match what {
+                Held::Context(context) => image.contexts.push((holding, context)),
+                Held::Piece(piece) => {
+                    let own = self.pieces.get(&piece).is_some_and(|piece| piece.owner() == Some(id));
+                    if own && let Some(moved) = self.pieces.remove(&piece) {
+                        self.count(piece, &moved, false);
+                        image.pieces.push((holding, context, moved));
+                    } else if !own {
+                        image.shared = true;
+                        self.change(piece, |piece| {
+                            if let Some(at) = piece.holders.iter().position(|holder| *holder == id) {
+                                piece.holders.remove(at);
+                            }
+                        });
+                    }
+                }
+            }
+        }
+        for (_, context) in &image.contexts {
+            self.count_context(id, context, false);
+        }
+        if let Some(client) = self.clients.get_mut(&id) {
+            client.image = Some(image);
+        }
+    }
+
+    /// What a checkpointed process needs to come back, and whether it can.
+    pub(super) fn image(&self, id: ClientId) -> Option<(BTreeMap<Region, u64>, bool)> {
+        let image = self.clients.get(&id)?.image.as_ref()?;
+        Some((image.needed(), !image.shared))
+    }
+
+    /// Puts a checkpointed process's memory back.
+    pub(super) fn restore(&mut self, id: ClientId) {
+        let Some(image) = self.clients.get_mut(&id).and_then(|client| client.image.take()) else { return };
+        for (_, context) in &image.contexts {
+            self.count_context(id, context, true);
+        }
+        for (holding, _, piece) in &image.pieces {
+            self.count(*holding, piece, true);
+        }
+        let Some(client) = self.clients.get_mut(&id) else { return };
+        client.open = image.open;
+        for (holding, context) in image.contexts {
+            client.holdings.insert(holding, Holding { what: Held::Context(context), context: None });
+        }
+        for (holding, context, piece) in image.pieces {
+            client.holdings.insert(holding, Holding { what: Held::Piece(holding), context });
+            self.pieces.insert(holding, piece);
+        }
+    }
+
+    /// A process is lost: what it had is nowhere.
+    pub(super) fn lose(&mut self, id: ClientId) {
+        self.checkpoint(id);
+        if let Some(client) = self.clients.get_mut(&id) {
+            client.stage = Stage::Failed;
+        }
     }
 
     /// Takes everything in the regions away from everybody.
@@ -500,6 +621,20 @@ impl Ledger {
             sums.contexts = if add { sums.contexts + 1 } else { sums.contexts.saturating_sub(1) };
             sums.context_bytes = moved(sums.context_bytes, context.size, add);
         }
+    }
+}
+
+impl Image {
+    /// Bytes on each device that it came from.
+    fn needed(&self) -> BTreeMap<Region, u64> {
+        let mut needed = BTreeMap::new();
+        for (_, context) in &self.contexts {
+            *needed.entry(context.region).or_default() += context.size + context.overhead;
+        }
+        for (.., piece) in &self.pieces {
+            *needed.entry(piece.region).or_default() += piece.resident;
+        }
+        needed
     }
 }
 
