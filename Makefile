@@ -11,8 +11,8 @@ CLUSTER := cargo run --quiet --package highwater-e2e --bin cluster --
 UP ?=
 ARGS ?=
 
-.PHONY: help demo test e2e up down images install uninstall status kubectl check generate \
-	bench-agent bench-guard bench-plan bench-pool bench-reaction fuzz
+.PHONY: help demo test e2e fleet up down images install uninstall status kubectl check generate \
+	bench-agent bench-decide bench-guard bench-leaks bench-plan bench-pool bench-reaction bench-simulate fuzz
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -48,6 +48,9 @@ e2e: up install ## The scenarios alone, on the cluster that is up
 	cargo test --package highwater-e2e --test '*' -- --ignored --test-threads=1
 	cargo test --package highwater-scenarios --test '*' -- --test-threads=1 $(ARGS)
 
+fleet: ## Scenarios on a fleet of 1,000 simulated nodes, on the cluster that is up: FLEET_NODES=100 make fleet
+	cargo test --package highwater-scenarios --test scenarios -- --test-threads=1 --ignored fleet::
+
 check: ## What a change must pass before anything else: format, lints, generated files
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
@@ -64,6 +67,9 @@ bench-reaction: ## Measure from the sample to the eviction request, on a cluster
 bench-plan: ## Measure the plans of a fleet of 5,000 nodes
 	cargo bench --quiet --package highwater-operator --bench plan
 
+bench-decide: ## Measure a plan of acts over 10,000 devices, and redirection among 5,000 nodes
+	cargo bench --quiet --package highwater-policy --bench decide
+
 bench-agent: ## Measure the agent: what it costs, how fast it acts, how large it is
 	cargo bench --quiet --profile dev --package highwater-agent --bench agent
 
@@ -72,6 +78,12 @@ bench-guard: ## Measure what the guard adds to programs; with a GPU: make bench-
 
 bench-pool: ## Measure what fragmentation takes of a pool (with a GPU: e2e/real-gpu/pool_bench.py)
 	cargo run --quiet --release --package highwater-guard-bench --bin pool-bench
+
+bench-leaks: ## Measure how early leaks are found and what else is taken for one: ARGS='--side even --quick', --write
+	cargo run --quiet --release --package highwater-leak-bench -- $(ARGS)
+
+bench-simulate: ## Measure how fast recorded series are replayed, and what that holds
+	cargo bench --quiet --package highwater-cli --bench simulate
 
 # So many inputs for each target, or so many seconds.
 FUZZ_INPUTS ?= 10000000

@@ -26,6 +26,37 @@ pub const POD_LIMIT: &str = "highwater.dev/limit";
 /// count towards a device's level. At most the pod's limit.
 pub const POD_DECLARED: &str = "highwater.dev/declared";
 
+/// Pod annotation by which a pod opts in to `Hook`: what its engine serves, and on which named
+/// port, as `Preset` or `Preset:port` (without a port: `http`).
+pub const POD_HOOK: &str = "highwater.dev/hook";
+
+/// Pod annotation beside [`POD_HOOK`]: the model that Triton is to unload.
+pub const POD_HOOK_MODEL: &str = "highwater.dev/hook-model";
+
+/// Pod label (`"true"`) by which a pod opts in to `Park`.
+pub const PARK_LABEL: &str = "highwater.dev/park";
+
+/// Pod annotation by which a pod agrees to be restarted where it is, at [`RESTART_IN_PLACE`].
+pub const POD_RESTART: &str = "highwater.dev/restart";
+
+/// The value of [`POD_RESTART`] that agrees.
+pub const RESTART_IN_PLACE: &str = "InPlace";
+
+/// The program in [`GUARD_VOLUME`] that a pod's readiness probe runs to opt in to `Unready`, by its
+/// path in a container. It is given the path of the pressure file.
+pub const READY_HELPER: &str = "/opt/highwater/ready";
+
+/// Node annotation: the incident (`namespace/name/uid`) for which Highwater cordoned the node. Only
+/// a cordon that has it is undone.
+pub const CORDONED_FOR: &str = "highwater.dev/cordoned-for";
+
+/// Node annotation: UUIDs of devices, with commas between, whose memory only a reset brings back.
+/// Somebody who can reset them may take it as a request; it goes when the memory is back.
+pub const RESET_REQUESTED: &str = "highwater.dev/reset-requested";
+
+/// Label on every `DeviceTaintRule` that Highwater made: the node.
+pub const TAINTED_NODE_LABEL: &str = "highwater.dev/tainted-node";
+
 /// Incident annotation (an RFC 3339 time): the operator asks for an observation made after it.
 pub const OBSERVE: &str = "highwater.dev/observe";
 
@@ -104,11 +135,15 @@ pub mod manager {
     pub const OPERATOR_TAINT: &str = "highwater-operator/taint";
     /// Operator: reserved tokens.
     pub const OPERATOR_BUDGET: &str = "highwater-operator/budget";
+    /// Operator: cordons of nodes and requests to reset devices.
+    pub const OPERATOR_CORDON: &str = "highwater-operator/cordon";
+    /// Operator: taints of DRA devices.
+    pub const OPERATOR_DEVICE_TAINT: &str = "highwater-operator/device-taint";
     /// Operator: what an uninstall undoes.
     pub const OPERATOR_CLEANUP: &str = "highwater-operator/cleanup";
 
     /// Every manager, for the uniqueness test.
-    pub const ALL: [&str; 10] = [
+    pub const ALL: [&str; 12] = [
         AGENT_NODE,
         AGENT_INCIDENT,
         AGENT_OBSERVATION,
@@ -118,6 +153,8 @@ pub mod manager {
         OPERATOR_STRENGTH,
         OPERATOR_TAINT,
         OPERATOR_BUDGET,
+        OPERATOR_CORDON,
+        OPERATOR_DEVICE_TAINT,
         OPERATOR_CLEANUP,
     ];
 }

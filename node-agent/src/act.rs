@@ -1,6 +1,16 @@
-//! The act step: pressure files of pods that opted in. Everything else is asked of the operator.
+//! The act step: pressure files of pods that opted in. The other acts have a file each below this one.
 
-use std::{collections::HashMap, sync::Arc};
+pub(crate) mod carry;
+pub(crate) mod hook;
+pub(crate) mod hooks;
+pub(crate) mod parks;
+pub(crate) mod record;
+pub(crate) mod restart;
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+};
 
 use highwater_crds::{ByteSize, Level};
 use highwater_policy::time::Millis;
@@ -19,6 +29,11 @@ use crate::{
 const CLEAR_AFTER: u64 = 10_000;
 /// How long to wait after a failure, in milliseconds.
 const AGAIN_AFTER: u64 = 5_000;
+/// For how long a pod is made unready at a time, in milliseconds: should the agent end, it is ready again
+/// then.
+const UNREADY_FOR: u64 = 30_000;
+/// How often that is renewed, in milliseconds.
+const RENEW_EVERY: u64 = 10_000;
 
 /// The moment of a sample.
 #[derive(Clone, Copy, Debug)]
@@ -38,6 +53,8 @@ pub(crate) struct At {
 pub(crate) struct Acts {
     signals: Signals,
     shown: HashMap<Arc<str>, Shown>,
+    /// Pods that are to be unready.
+    unready: HashSet<Arc<str>>,
     /// The earliest time at which something is due that no change announces.
     again: Option<Millis>,
     /// Files written.
@@ -50,13 +67,15 @@ pub(crate) struct Acts {
 struct Shown {
     /// What the file says; `None` while that is not known.
     state: Option<(Level, Option<Arc<str>>)>,
+    /// When the pod was last shown that it is to be unready; `None` where the file does not say so.
+    unready: Option<Millis>,
     not_before: Millis,
 }
 
 impl Acts {
     /// Nothing is known of what pods were shown before.
     pub(crate) fn new(signals: Signals) -> Self {
-        Self { signals, shown: HashMap::new(), again: None, written: 0, failed: 0 }
+        Self { signals, shown: HashMap::new(), unready: HashSet::new(), again: None, written: 0, failed: 0 }
     }
 
     /// Whether there may be something to show although nothing changed since all pods were looked at.
@@ -79,30 +98,52 @@ impl Acts {
         at: At,
     ) -> Option<Notice> {
         let At { now, wall, .. } = at;
+        let unready = self.unready.contains(&pod.kubelet_uid);
         let shown = self.shown.entry(Arc::clone(&pod.kubelet_uid)).or_default();
         let before = shown.state.as_ref().map_or(Level::Normal, |(level, _)| *level);
+        // That acts are not paused any more is a change.
+        let held = wanted.filter(|wanted| paused && wanted.level > before);
+        let held = held.map(|wanted| Wanted { level: before, ..wanted.clone() });
+        let wanted = match &held {
+            Some(held) => Some(held).filter(|held| held.level > Level::Normal),
+            None => wanted,
+        };
         let level = wanted.map_or(Level::Normal, |wanted| wanted.level);
+        let renewal = shown.unready.map(|at| at.plus(RENEW_EVERY));
+        let stands = match (unready, renewal) {
+            (true, Some(renewal)) => now < renewal,
+            (unready, renewal) => !unready && renewal.is_none(),
+        };
+        if let (true, Some(renewal)) = (unready && stands, renewal) {
+            self.again = Some(self.again.map_or(renewal, |again| again.min(renewal)));
+        }
         let from = match &shown.state {
-            None if wanted.is_none() => {
+            None if held.is_some() && !unready => return None,
+            None if wanted.is_none() && !unready => {
                 pod.first_seen.max(at.measured).plus(CLEAR_AFTER.saturating_add(at.hold))
             }
-            Some((shown, device)) if *shown == level && device.as_ref() == wanted.map(|w| &w.device) => {
+            Some((shown, device))
+                if stands
+                    && *shown == level
+                    && (held.is_some() || device.as_ref() == wanted.map(|w| &w.device)) =>
+            {
                 return None;
             }
             _ => now,
         };
-        // That acts are not paused any more is a change.
-        if paused && level > before {
-            return None;
-        }
         let from = from.max(shown.not_before);
         if now < from {
             self.again = Some(self.again.map_or(from, |again| again.min(from)));
             return None;
         }
-        match self.signals.write(&pod.kubelet_uid, &pressure(wanted, wall)) {
+        match self.signals.write(&pod.kubelet_uid, &pressure(wanted, unready, wall)) {
             Ok(()) => {
                 shown.state = Some((level, wanted.map(|w| Arc::clone(&w.device))));
+                shown.unready = unready.then_some(now);
+                if unready {
+                    let renewal = now.plus(RENEW_EVERY);
+                    self.again = Some(self.again.map_or(renewal, |again| again.min(renewal)));
+                }
                 self.written += 1;
             }
             Err(error) => {
@@ -122,19 +163,43 @@ impl Acts {
         Some(Notice::warning(pod, "MemoryPressure", "Signal", note(wanted)))
     }
 
-    /// Pods that were last shown that memory stands high.
+    /// Pods that were last shown that memory stands high, or that are, or are to be, unready.
     pub(crate) fn raised(&self) -> impl Iterator<Item = &Arc<str>> {
-        let raised = |shown: &Shown| shown.state.as_ref().is_some_and(|(level, _)| *level > Level::Normal);
-        self.shown.iter().filter(move |(_, shown)| raised(shown)).map(|(uid, _)| uid)
+        let raised = |shown: &Shown| {
+            shown.unready.is_some() || shown.state.as_ref().is_some_and(|(level, _)| *level > Level::Normal)
+        };
+        let shown = self.shown.iter().filter(move |(_, shown)| raised(shown)).map(|(uid, _)| uid);
+        shown.chain(&self.unready)
+    }
+
+    /// Has a pod unready from now on, or no longer. Returns whether that is a change.
+    pub(crate) fn set_unready(&mut self, pod: &Arc<str>, unready: bool) -> bool {
+        if unready { self.unready.insert(Arc::clone(pod)) } else { self.unready.remove(pod) }
+    }
+
+    /// Whether the file of a pod says that it is unready.
+    pub(crate) fn is_unready(&self, pod: &str) -> bool {
+        self.shown.get(pod).is_some_and(|shown| shown.unready.is_some())
+    }
+
+    /// Pods that are to be unready.
+    pub(crate) fn unready_pods(&self) -> HashSet<Arc<str>> {
+        self.unready.clone()
+    }
+
+    /// How many files say that their pod is unready.
+    pub(crate) fn unready(&self) -> usize {
+        self.shown.values().filter(|shown| shown.unready.is_some()).count()
     }
 
     /// Forgets pods that are gone.
     pub(crate) fn retain(&mut self, is_there: impl Fn(&str) -> bool) {
         self.shown.retain(|uid, _| is_there(uid));
+        self.unready.retain(|uid| is_there(uid));
     }
 }
 
-fn pressure(wanted: Option<&Wanted>, wall: Timestamp) -> Pressure {
+fn pressure(wanted: Option<&Wanted>, unready: bool, wall: Timestamp) -> Pressure {
     let level = wanted.map_or(Level::Normal, |wanted| wanted.level);
     Pressure {
         level,
@@ -143,6 +208,8 @@ fn pressure(wanted: Option<&Wanted>, wall: Timestamp) -> Pressure {
         limit_bytes: wanted.and_then(|w| w.limit),
         batch_advice: BatchAdvice::at(level),
         deadline: wanted.filter(|w| w.restart).map(|_| wall),
+        unready_until: unready
+            .then(|| u64::try_from(wall.as_millisecond()).unwrap_or(0).saturating_add(UNREADY_FOR)),
         at: wall,
     }
 }
@@ -153,6 +220,19 @@ fn note(wanted: &Wanted) -> String {
         Because::Breach => format!("holds {} of a limit of {}", size(wanted.used), size(wanted.limit)),
         Because::Breaker => {
             format!("the device is at level {:?}; the pod holds {}", wanted.level, size(wanted.used))
+        }
+        Because::Near => format!(
+            "the pod is at level {:?}: it holds {} of a limit of {}",
+            wanted.level,
+            size(wanted.used),
+            size(wanted.limit)
+        ),
+        Because::Host => {
+            return format!(
+                "asked to use less host memory: holds {} of {}, none of which can be dropped",
+                size(wanted.used),
+                size(wanted.limit)
+            );
         }
     };
     format!("asked to use less memory on {}: {why}", wanted.device)
@@ -199,10 +279,13 @@ mod tests {
             self.acts.show(&self.pod, wanted.as_ref(), paused, at).is_some()
         }
 
-        fn level(&self) -> Option<String> {
+        fn file(&self) -> Option<serde_json::Value> {
             let path = self.root.path().join("pods/abc/volumes/kubernetes.io~empty-dir/highwater/pressure");
-            let value: serde_json::Value = serde_json::from_slice(&std::fs::read(path).ok()?).unwrap();
-            Some(value["level"].as_str().unwrap().to_owned())
+            serde_json::from_slice(&std::fs::read(path).ok()?).unwrap()
+        }
+
+        fn level(&self) -> Option<String> {
+            Some(self.file()?["level"].as_str().unwrap().to_owned())
         }
     }
 
@@ -235,6 +318,26 @@ mod tests {
         assert_eq!(bench.level(), None, "a hold of 20 s may be running");
         bench.show(None, false, 30_500);
         assert_eq!(bench.level().as_deref(), Some("Normal"));
+    }
+
+    #[test]
+    fn an_unready_pod_is_shown_so_renewed_and_made_ready_again_even_while_paused() {
+        let mut bench = Bench::new();
+        let until = |bench: &Bench| bench.file().map(|file| file["unreadyUntil"].as_u64());
+        assert!(bench.acts.set_unready(&"abc".into(), true));
+        bench.show(None, false, 0);
+        assert_eq!(until(&bench), Some(Some(30_000)));
+        assert!(bench.acts.is_unready("abc") && !bench.acts.is_due(Millis(9_999)));
+        bench.show(None, false, 9_999);
+        assert_eq!(bench.acts.written, 1);
+        assert!(bench.acts.is_due(Millis(10_000)));
+        bench.show(None, false, 10_000);
+        assert_eq!(bench.acts.written, 2);
+        assert!(bench.acts.set_unready(&"abc".into(), false));
+        assert!(bench.acts.raised().any(|uid| **uid == *"abc"));
+        bench.show(Some(Level::Critical), true, 10_100);
+        assert_eq!((until(&bench), bench.level().as_deref()), (Some(None), Some("Normal")));
+        assert!(!bench.acts.is_unready("abc"));
     }
 
     #[test]

@@ -5,7 +5,8 @@ use std::{net::SocketAddr, path::PathBuf};
 use clap::Parser;
 
 /// The brain of a GPU node: measures the memory of its devices, accounts for it pod by pod,
-/// signals pods, and reports what it sees. It evicts, drains and taints nothing.
+/// asks pods for memory, carries out the acts that the operator allows, and reports what it sees. It evicts,
+/// drains and taints nothing.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "agent", version, about)]
 pub(crate) struct Args {
@@ -54,6 +55,10 @@ pub(crate) struct Args {
     /// Root of the host's cgroup tree.
     #[arg(long, env = "HIGHWATER_CGROUP_ROOT", default_value = "/sys/fs/cgroup")]
     pub(crate) cgroup_root: PathBuf,
+
+    /// Root of the host's cgroup tree, to read the host memory of pods in; nothing there is written.
+    #[arg(long, env = "HIGHWATER_HOST_MEMORY_ROOT", default_value = "/sys/fs/cgroup")]
+    pub(crate) host_memory_root: PathBuf,
 }
 
 #[cfg(test)]

@@ -244,6 +244,11 @@ impl Stat {
     }
 }
 
+/// When a live process started, in clock ticks since boot.
+pub(crate) fn start_ticks(proc_root: &Path, pid: u32) -> Option<u64> {
+    Some(read_stat(proc_root, pid).and_then(Stat::alive).ok()?.start_ticks)
+}
+
 fn read_stat(proc_root: &Path, pid: u32) -> Result<Stat, Missing> {
     read_stat_at(&proc_root.join(pid.to_string()))
 }

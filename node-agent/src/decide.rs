@@ -3,20 +3,22 @@
 use std::sync::Arc;
 
 use highwater_crds::{
-    Action, ActionType, Breaker, DeviceRule, DriverReserve, Freeze, GpuMemoryNodeSpec, Level, Mode,
-    PlanBreaker, PlanLayer, PlanPool, PlanQuota,
+    Action, ActionType, Breaker, BreakerScope, DeviceRule, DriverReserve, Freeze, GpuMemoryNodeSpec, Level,
+    Mode, ParkAction, PlanBreaker, PlanHostMemory, PlanLayer, PlanPool, PlanQuota,
 };
 use highwater_policy::{
-    breaker::{self, Transition},
-    ledger::Ledger,
+    breaker::{self, Reading, Transition},
+    ledger::{Ledger, Share},
     pod,
     quota::{self, BreachChange, BreachState, EffectiveQuota},
+    rise::Ring,
     time::Millis,
     victim,
 };
 
 use crate::{
     account::Device,
+    act::parks::Parks,
     pod_resources::Assignments,
     strength::{Steady, Verdict},
     wards::Wards,
@@ -41,10 +43,56 @@ pub(crate) struct Rules {
 pub(crate) struct Layer {
     /// Mode of the policies that it is made of.
     pub(crate) mode: Mode,
+    /// Its breakers, at most one a scope.
+    pub(crate) breakers: Vec<Watched>,
+    /// The rule on the host memory of the pods there.
+    pub(crate) host_memory: Option<PlanHostMemory>,
+}
+
+/// A breaker of a layer.
+#[derive(Debug)]
+pub(crate) struct Watched {
     /// The breaker.
-    pub(crate) breaker: Option<PlanBreaker>,
-    /// Where the breaker stands.
+    pub(crate) rule: PlanBreaker,
+    /// Where it stands. One of scope `Pod` stands for each pod by itself: see [`Concern`].
+    pub(crate) state: Standing,
+}
+
+/// Where a breaker stands, and what it measures.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Standing {
+    /// Its level.
     pub(crate) state: breaker::State,
+    /// What was measured last.
+    pub(crate) reading: Reading,
+    /// What it measured lately; empty where the rate does not matter.
+    ring: Ring,
+}
+
+impl Standing {
+    /// Moves on by a sample.
+    fn step(&mut self, breaker: &Breaker, share: Option<Share>, now: Millis) -> Option<Transition> {
+        let rate = breaker.rise.as_ref().and_then(|_| {
+            self.ring.push(share.map(|share| share.used), now);
+            self.ring.rate()
+        });
+        self.reading = Reading { share, rate };
+        let (state, transition) = breaker::step(breaker, self.state, self.reading, now);
+        self.state = state;
+        transition
+    }
+}
+
+impl Layer {
+    /// The breaker of a scope.
+    pub(crate) fn breaker(&self, scope: BreakerScope) -> Option<&Watched> {
+        self.breakers.iter().find(|watched| watched.rule.value.scope == scope)
+    }
+
+    /// The breaker whose level is shown: of the device, else of its pool.
+    fn shown(&self) -> Option<&Watched> {
+        self.breaker(BreakerScope::Device).or_else(|| self.breaker(BreakerScope::Pool))
+    }
 }
 
 /// A pod on a device.
@@ -81,17 +129,26 @@ pub(crate) struct Terms {
     pub(crate) quota: Option<EffectiveQuota>,
     /// Whether it is in breach.
     pub(crate) breach: BreachState,
+    /// How each breaker of the layer concerns it, in their order.
+    pub(crate) concerns: Vec<Concern>,
+}
+
+/// How a breaker concerns a pod.
+#[derive(Clone, Debug)]
+pub(crate) struct Concern {
     /// The breaker's policy concerns its namespace.
     pub(crate) selected: bool,
-    /// The breaker's policy may restart it.
-    pub(crate) acceptable: bool,
+    /// Whether the breaker's policy may restart it; else why not.
+    pub(crate) restart: Result<(), victim::Refusal>,
+    /// Where a breaker of scope `Pod` stands for it.
+    pub(crate) state: Standing,
 }
 
 /// What came of a sample.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Change {
-    /// A breaker changed its level.
-    Level(Mode, Transition),
+    /// A breaker changed its level: of what scope, and for which tenant (by its place) where that is a pod.
+    Level(Mode, BreakerScope, Option<usize>, Transition),
     /// A tenant (by its place) went into breach or came back.
     Breach(Mode, usize, BreachChange),
 }
@@ -118,8 +175,12 @@ pub(crate) struct Wanted {
 pub(crate) enum Because {
     /// It is above its limit.
     Breach,
-    /// Its device is above a mark.
+    /// Its device, or the device's pool, is above a mark.
     Breaker,
+    /// It is above a mark of its limit.
+    Near,
+    /// It is above a mark of its host memory.
+    Host,
 }
 
 /// Where the agent is.
@@ -133,6 +194,8 @@ pub(crate) struct Place<'a> {
     pub(crate) assignments: &'a Assignments,
     /// What is known of guarded pods.
     pub(crate) wards: &'a Wards,
+    /// What is parked.
+    pub(crate) parks: &'a Parks,
     /// The release namespace.
     pub(crate) release_namespace: &'a str,
     /// The time.
@@ -193,10 +256,17 @@ impl Rules {
             .iter()
             .map(|(layer, rule)| {
                 let old = before.layers.iter().find(|old| old.mode == layer.mode);
+                let watched = |rule: &PlanBreaker| Watched {
+                    rule: rule.clone(),
+                    state: old
+                        .and_then(|old| old.breaker(rule.value.scope))
+                        .map(|old| old.state.clone())
+                        .unwrap_or_default(),
+                };
                 Layer {
                     mode: layer.mode,
-                    breaker: rule.breakers.first().cloned(),
-                    state: old.map_or_else(breaker::State::default, |old| old.state),
+                    breakers: breakers(rule).map(watched).collect(),
+                    host_memory: rule.host_memory.clone(),
                 }
             })
             .collect();
@@ -205,10 +275,32 @@ impl Rules {
 
     /// Goes on from the level that was shown last, by an earlier agent.
     pub(crate) fn resume(&mut self, level: Level, now: Millis) {
-        let layer = self.layers.iter_mut().find(|layer| layer.breaker.is_some());
-        if let Some(layer) = layer.filter(|layer| layer.state.level < level) {
-            layer.state = breaker::State::at(level, now);
+        let shown = self.layers.iter().find_map(|layer| Some(layer.shown()?.rule.value.scope));
+        let watched = self.layers.iter_mut().flat_map(|layer| &mut layer.breakers);
+        let mut watched = watched.filter(|watched| Some(watched.rule.value.scope) == shown);
+        if let Some(watched) = watched.next().filter(|watched| watched.state.state.level < level) {
+            watched.state.state = breaker::State::at(level, now);
         }
+    }
+
+    /// How pods are parked here by the layer that binds, if they are.
+    pub(crate) fn park_settings(&self) -> Option<&ParkAction> {
+        let layer = self.layers.get(self.enforced()?)?;
+        let marks = layer.breakers.iter().flat_map(|watched| {
+            let Breaker { warning, critical, emergency, .. } = &watched.rule.value;
+            [warning, critical, emergency].into_iter().flatten()
+        });
+        marks.flat_map(|mark| &mark.actions).find_map(|action| action.park.as_ref())
+    }
+
+    /// Bytes that may come to the device before an enforced breaker does something about it again.
+    pub(crate) fn room(&self, ledger: &Ledger) -> u64 {
+        let layer = self.enforced().and_then(|at| self.layers.get(at));
+        let Some(watched) = layer.and_then(|layer| layer.breaker(BreakerScope::Device)) else {
+            return u64::MAX;
+        };
+        let Some(share) = ledger.level else { return 0 };
+        breaker::room(&watched.rule.value, share).unwrap_or(u64::MAX)
     }
 
     /// The place of the layer that binds.
@@ -224,8 +316,8 @@ impl Rules {
     /// The longest that anything the plan asks for must last before it is acted on, in
     /// milliseconds.
     pub(crate) fn longest_hold(&self) -> u64 {
-        let marks = self.layers.iter().filter_map(|layer| layer.breaker.as_ref()).flat_map(|rule| {
-            let Breaker { warning, critical, emergency, .. } = &rule.value;
+        let marks = self.layers.iter().flat_map(|layer| &layer.breakers).flat_map(|watched| {
+            let Breaker { warning, critical, emergency, .. } = &watched.rule.value;
             [warning, critical, emergency].into_iter().flatten().map(|mark| mark.hold_milliseconds)
         });
         let breaches = self.tenants.iter().flat_map(|tenant| &tenant.terms);
@@ -233,14 +325,21 @@ impl Rules {
         marks.chain(breaches).max().and_then(|hold| u64::try_from(hold).ok()).unwrap_or(0)
     }
 
-    /// Moves breakers and quotas on by a sample.
-    pub(crate) fn step(&mut self, ledger: &Ledger, now: Millis) -> Vec<Change> {
+    /// Moves breakers and quotas on by a sample. `pool` is what is granted of the device's pool, where it has
+    /// one.
+    pub(crate) fn step(&mut self, ledger: &Ledger, pool: Option<Share>, now: Millis) -> Vec<Change> {
         let mut changes = Vec::new();
         for layer in &mut self.layers {
-            let Some(rule) = &layer.breaker else { continue };
-            let (state, transition) = breaker::step(&rule.value, layer.state, ledger.level, now);
-            layer.state = state;
-            changes.extend(transition.map(|t| Change::Level(layer.mode, t)));
+            for watched in &mut layer.breakers {
+                let Watched { rule, state } = watched;
+                let share = match rule.value.scope {
+                    BreakerScope::Device => ledger.level,
+                    BreakerScope::Pool => pool,
+                    BreakerScope::Pod => continue,
+                };
+                let transition = state.step(&rule.value, share, now);
+                changes.extend(transition.map(|t| Change::Level(layer.mode, rule.value.scope, None, t)));
+            }
         }
         for (place, tenant) in self.tenants.iter_mut().enumerate() {
             tenant.used = ledger.used_by(&tenant.pod.kubelet_uid);
@@ -253,6 +352,16 @@ impl Rules {
                 };
                 terms.breach = state;
                 changes.extend(change.map(|c| Change::Breach(layer.mode, place, c)));
+                let limit = terms.quota.as_ref().map(|quota| quota.limit);
+                for (watched, concern) in layer.breakers.iter().zip(&mut terms.concerns) {
+                    let breaker = &watched.rule.value;
+                    if breaker.scope == BreakerScope::Pod && concern.selected {
+                        let share = breaker::pod_share(tenant.used, limit);
+                        let transition = concern.state.step(breaker, share, now);
+                        let change = |t| Change::Level(layer.mode, BreakerScope::Pod, Some(place), t);
+                        changes.extend(transition.map(change));
+                    }
+                }
             }
         }
         changes
@@ -260,16 +369,25 @@ impl Rules {
 
     /// The level that is shown: of the enforced breaker, else of the first that there is.
     pub(crate) fn level(&self) -> Level {
-        self.layers
-            .iter()
-            .find(|layer| layer.breaker.is_some())
-            .map_or(Level::Normal, |layer| layer.state.level)
+        let shown = self.layers.iter().find_map(Layer::shown);
+        shown.map_or(Level::Normal, |watched| watched.state.state.level)
     }
 
-    /// What the enforced breaker asks of the node.
+    /// What the enforced breakers ask of the node.
     pub(crate) fn freeze(&self) -> Option<Freeze> {
         let layer = self.layers.first().filter(|layer| layer.mode == Mode::Enforce)?;
-        breaker::freeze(&layer.breaker.as_ref()?.value, layer.state.level)
+        let asked = layer
+            .breakers
+            .iter()
+            .filter_map(|watched| breaker::freeze(&watched.rule.value, watched.state.state.level));
+        // Any device is the more that is asked for.
+        asked.max_by_key(|freeze| matches!(freeze, Freeze::AnyDevice))
+    }
+
+    /// Whether the enforced breakers have nothing against more memory being used.
+    pub(crate) fn is_calm(&self) -> bool {
+        let enforced = self.layers.iter().filter(|layer| layer.mode == Mode::Enforce);
+        enforced.flat_map(|layer| &layer.breakers).all(|watched| watched.state.state.level == Level::Normal)
     }
 
     /// What a tenant ought to be told by the enforced layer.
@@ -290,10 +408,14 @@ impl Rules {
             let level = if restart { Level::Critical } else { Level::Warning };
             asks(ActionType::Signal).then(|| wanted(level, restart, Because::Breach))
         });
-        let pressed = layer.breaker.as_ref().filter(|_| terms.selected).and_then(|rule| {
-            let asks = |type_| breaker::action(&rule.value, layer.state.level, type_).is_some();
-            asks(ActionType::Signal)
-                .then(|| wanted(layer.state.level, asks(ActionType::Restart), Because::Breaker))
+        let concerned = layer.breakers.iter().zip(&terms.concerns).filter(|(_, concern)| concern.selected);
+        let pressed = concerned.filter_map(|(watched, concern)| {
+            let (level, because) = match watched.rule.value.scope {
+                BreakerScope::Pod => (concern.state.state.level, Because::Near),
+                BreakerScope::Device | BreakerScope::Pool => (watched.state.state.level, Because::Breaker),
+            };
+            let asks = |type_| breaker::action(&watched.rule.value, level, type_).is_some();
+            asks(ActionType::Signal).then(|| wanted(level, asks(ActionType::Restart), because))
         });
         breach.into_iter().chain(pressed).max_by_key(|wanted| wanted.level)
     }
@@ -332,10 +454,23 @@ fn tenants<'a>(device: &Device, place: Place<'a>) -> Vec<&'a Arc<Pod>> {
         !pod.facts.finished && devices.contains(device.info.uuid.as_str())
     };
     let asks = |pod: &Pod| place.wards.wants(&pod.kubelet_uid, &device.uuid);
-    let mut pods: Vec<_> =
-        place.world.pods.values().filter(|pod| holds(pod) || given(pod) || asks(pod)).collect();
+    // It is owed what it has on the host.
+    let parked = |pod: &Pod| pod.facts.park && place.parks.state(&pod.kubelet_uid, &device.uuid).is_some();
+    let mut pods: Vec<_> = place
+        .world
+        .pods
+        .values()
+        .filter(|pod| holds(pod) || given(pod) || asks(pod) || parked(pod))
+        .collect();
     pods.sort_by(|a, b| a.kubelet_uid.cmp(&b.kubelet_uid));
     pods
+}
+
+/// The breakers of a rule: the first of each scope.
+fn breakers(rule: &DeviceRule) -> impl Iterator<Item = &PlanBreaker> {
+    [BreakerScope::Device, BreakerScope::Pool, BreakerScope::Pod]
+        .into_iter()
+        .filter_map(|scope| rule.breakers.iter().find(|breaker| breaker.value.scope == scope))
 }
 
 fn tenant(
@@ -351,17 +486,26 @@ fn tenant(
         .iter()
         .map(|(layer, rule)| {
             let quota = place.quota(pod, device, layer, rule);
-            let breaker = rule.breakers.first();
-            let selected = breaker.is_some_and(|breaker| {
+            let known = before.layers.iter().position(|old| old.mode == layer.mode);
+            let known = known.and_then(|at| Some((before.layers.get(at)?, old?.terms.get(at)?)));
+            let concern = |breaker: &PlanBreaker| {
                 let namespaces = breaker.namespaces.as_ref();
-                pod::selects_namespace(namespaces, &pod.facts.namespace, namespace, place.release_namespace)
-            });
-            let acceptable = breaker.is_some_and(|breaker| {
-                victim::may_restart(&pod.facts, selected, &breaker.owner_kinds).is_ok()
-            });
-            let state = before.layers.iter().position(|old| old.mode == layer.mode);
-            let breach = old.zip(state).and_then(|(old, at)| old.terms.get(at)).map(|terms| terms.breach);
-            Terms { quota, breach: breach.unwrap_or_default(), selected, acceptable }
+                let (of, release) = (&pod.facts.namespace, place.release_namespace);
+                let selected = pod::selects_namespace(namespaces, of, namespace, release);
+                let state = known.and_then(|(layer, terms)| {
+                    let scope = breaker.value.scope;
+                    let at = layer.breakers.iter().position(|old| old.rule.value.scope == scope)?;
+                    Some(terms.concerns.get(at)?.state.clone())
+                });
+                Concern {
+                    selected,
+                    restart: victim::may_restart(&pod.facts, selected, &breaker.owner_kinds),
+                    state: state.unwrap_or_default(),
+                }
+            };
+            let concerns = breakers(rule).map(concern).collect();
+            let breach = known.map(|(_, terms)| terms.breach).unwrap_or_default();
+            Terms { quota, breach, concerns }
         })
         .collect();
     Tenant {

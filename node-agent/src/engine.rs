@@ -31,13 +31,17 @@ use highwater_policy::{
 use jiff::Timestamp;
 use tracing::{error, info, warn};
 
+mod acting;
+
 use crate::{
     account::{Device, memory},
-    act::{Acts, At},
+    act::{Acts, At, carry::Carries, hook, hooks::Hooks, parks::Parks, record::Record, restart},
     decide::{Change, Place, Rules, Tenant, Wanted},
     episodes::{Episodes, Moment, name_of},
     evidence::{self, Evidence, Found},
     guard::{self, News, Want},
+    host::Survey,
+    hosts::Hosts,
     limits::{Ability, Limits, Task},
     link::{self, Heard},
     metrics::{Gauges, Metrics, Shown},
@@ -83,6 +87,12 @@ pub(crate) enum Order {
     Keeper(link::Order),
     /// By the driver.
     Limit(Task),
+    /// By the engine in a pod.
+    Hook(hook::Call),
+    /// About the processes of a pod.
+    Restart(restart::Order),
+    /// Finds out what is needed to park a pod.
+    Survey(Survey),
 }
 
 /// What people were told of a pod on a device, so that they are told once, and again after a while.
@@ -117,8 +127,12 @@ pub(crate) struct Setup {
     pub(crate) proc_root: PathBuf,
     /// There is to be a keeper.
     pub(crate) keeper: bool,
-    /// The node has cgroup v2.
+    /// The node has cgroup v2, whose limits the driver may set.
     pub(crate) cgroup2: bool,
+    /// Host memory can be read, by cgroup v2.
+    pub(crate) host_memory: bool,
+    /// How long guards' questions take.
+    pub(crate) grants: prometheus::HistogramVec,
 }
 
 /// Tells the time: on the monotonic clock, and for people.
@@ -152,6 +166,13 @@ pub(crate) struct Engine {
     last_pass: Option<(Millis, Timestamp)>,
     blocked: Option<Duration>,
     acts: Acts,
+    hooks: Hooks,
+    parks: Parks,
+    carries: Carries,
+    hosts: Hosts,
+    host_memory: bool,
+    /// How often idle memory was taken back.
+    reclaims: u64,
     episodes: Episodes,
     writer: NodeWriter,
     contact: Option<Instant>,
@@ -184,10 +205,11 @@ impl Engine {
         submit: impl FnMut(Job) + 'static,
         order: impl FnMut(Order) + 'static,
     ) -> prometheus::Result<Self> {
-        let Setup { node, release_namespace, state_dir, proc_root, keeper, cgroup2 } = setup;
+        let Setup { node, release_namespace, state_dir, proc_root, keeper, cgroup2, host_memory, grants } =
+            setup;
         let mut cache = Cache::new(&state_dir);
         let (started, wall) = clock();
-        let metrics = Metrics::new(&node)?;
+        let metrics = Metrics::new(&node, grants)?;
         Ok(Self {
             clock,
             plan: cache.load(&node, Millis::default(), wall),
@@ -210,6 +232,12 @@ impl Engine {
             last_pass: None,
             blocked: None,
             acts: Acts::new(signals),
+            hooks: Hooks::open(&state_dir),
+            parks: Parks::default(),
+            carries: Carries::new(Record::open(&state_dir, &proc_root)),
+            hosts: Hosts::default(),
+            host_memory,
+            reclaims: 0,
             episodes: Episodes::default(),
             writer: NodeWriter::default(),
             contact: None,
@@ -382,12 +410,12 @@ impl Engine {
             }
             What::Status(status) => self.writer.written(*status, done.written, now),
             What::Create(key, incident) => {
-                let name = name_of(&incident);
+                let (name, act) = (name_of(&incident), incident.spec.proposed.action);
                 if done.written {
                     // The watch will say so as well, but observing need not wait for it.
                     self.world.incidents.entry(name.clone()).or_insert(*incident);
                 }
-                self.episodes.created(&key, name, done.written, now);
+                self.episodes.created(&key, act, name, done.written, now);
             }
             What::Observe(name, observation) => {
                 if done.gone {
@@ -431,7 +459,7 @@ impl Engine {
                     error!(device = device.label, "the driver does not answer");
                 }
                 device.unresponsive();
-                self.restless |= !rules.step(&device.ledger, now).is_empty();
+                self.restless |= !rules.step(&device.ledger, self.pools.share(&device.uuid), now).is_empty();
             }
         }
         self.check_plan(now);
@@ -543,7 +571,7 @@ impl Engine {
             self.plan.as_ref(),
             &self.world,
             &self.resources,
-            &self.wards,
+            (&self.wards, &self.parks),
             &self.release_namespace,
             now,
         );
@@ -569,6 +597,7 @@ impl Engine {
             Heard::Up(status) => {
                 let before = self.pools.keeper();
                 self.pools.up(&status, now);
+                self.parks.up(status.parking.as_ref());
                 self.stood_down = status.stand_down;
                 if before != Keeper::Up {
                     self.swept = false;
@@ -580,7 +609,9 @@ impl Engine {
             Heard::Away(why) => {
                 warn!(why, "no pool is held while the keeper is away");
                 self.pools.away();
+                self.parks.away();
             }
+            Heard::Moved { pod, device, result } => self.parks.moved(&pod, &device, result, now),
             Heard::Reserved { device, result } => {
                 self.pools.reserved(&device, result, now, &mut self.wards, &mut self.order);
             }
@@ -633,7 +664,7 @@ impl Engine {
             self.plan.as_ref(),
             &self.world,
             &self.resources,
-            &self.wards,
+            (&self.wards, &self.parks),
             &self.release_namespace,
             now,
         );
@@ -747,7 +778,7 @@ impl Engine {
             self.plan.as_ref(),
             &self.world,
             &self.resources,
-            &self.wards,
+            (&self.wards, &self.parks),
             &self.release_namespace,
             now,
         );
@@ -763,8 +794,13 @@ impl Engine {
                 self.pools.set(&device.uuid, pool, now, &mut self.order);
             }
         }
+        self.hosts.rule(&self.devices, &self.world, &self.release_namespace);
         let pods = &self.world.pods;
         self.limits.retain(|uid| pods.contains_key(uid));
+        if self.world.synced.pods {
+            self.parks.retain(|uid| pods.contains_key(uid));
+            self.hooks.retain(|uid| pods.contains_key(uid));
+        }
         self.told.0.retain(|(uid, ..), _| pods.contains_key(uid));
         self.set_terms(now);
         self.tend(now);
@@ -777,7 +813,7 @@ impl Engine {
             self.plan.as_ref(),
             &self.world,
             &self.resources,
-            &self.wards,
+            (&self.wards, &self.parks),
             &self.release_namespace,
             now,
         );
@@ -810,16 +846,21 @@ impl Engine {
         if new {
             *rules = Rules::of(device, place, rules);
             self.restless = true;
+            // What else depends on who is there is looked up with the next sample.
+            self.stale = true;
         }
         let mut urgent = device.fault != fault;
-        for change in rules.step(&device.ledger, now) {
+        for change in rules.step(&device.ledger, self.pools.share(&device.uuid), now) {
             self.restless = true;
             match change {
-                Change::Level(mode, transition) => {
-                    urgent = true;
+                Change::Level(mode, scope, of, transition) => {
+                    urgent |= of.is_none();
                     let share = device.ledger.level.map(highwater_policy::ledger::Share::percent);
-                    info!(device = device.label, ?mode, from = ?transition.from, to = ?transition.to, percent = share,
-                        "the level changed");
+                    let pod = of
+                        .and_then(|place| rules.tenants.get(place))
+                        .map(|tenant| tenant.pod.facts.name.as_str());
+                    info!(device = device.label, ?mode, ?scope, pod, from = ?transition.from, to = ?transition.to,
+                        early = transition.early, device_percent = share, "the level changed");
                 }
                 Change::Breach(mode, at, change) => {
                     let Some(tenant) = rules.tenants.get(at) else { continue };
@@ -839,6 +880,7 @@ impl Engine {
             }
         }
         self.hold(sampled, now);
+        self.seek_parks(sampled, now);
         urgent
     }
 
@@ -861,7 +903,7 @@ impl Engine {
             let demands = demands(rules, device, &self.wards, self.binds).filter(|_| known);
             let bytes = DeviceBytes::of(&device.ledger, &memory(&sampled.reading));
             let freeze = self.binds && rules.freeze().is_some();
-            let pressure = Pressure { reclaim: false, freeze };
+            let pressure = Pressure { reclaim: self.binds && self.episodes.reclaims(&uuid), freeze };
             let seen = pools::Seen { at: now, device: bytes, torn: sampled.reading.torn, pressure };
             self.pools.sample(&uuid, seen, demands, present, &mut self.wards, &mut self.order);
         }
@@ -945,6 +987,7 @@ impl Engine {
 
     /// The act step, and what is published of incidents.
     fn conclude(&mut self, now: Millis, wall: Timestamp) {
+        self.carry_on(now);
         self.signal(now, wall);
         let moment = Moment {
             now,
@@ -953,8 +996,15 @@ impl Engine {
             node: &self.node,
             release_namespace: &self.release_namespace,
             binds: self.binds,
+            pools: &self.pools,
+            wards: &self.wards,
+            parks: &self.parks,
+            carries: &self.carries,
+            evidence: &self.evidence,
+            hosts: &self.hosts,
         };
         self.episodes.step(&self.devices, &self.world, moment, &mut self.submit);
+        self.act(now);
     }
 
     /// Shows every pod that opted in what it ought to see. What that is follows from states, not from
@@ -967,7 +1017,9 @@ impl Engine {
         let mut wanted: BTreeMap<&Arc<str>, (&Arc<Pod>, Option<Wanted>)> = BTreeMap::new();
         for (device, rules) in &self.devices {
             for tenant in rules.tenants.iter().filter(|tenant| tenant.pod.facts.signal_volume) {
-                let here = if self.binds { rules.wanted(tenant, &device.uuid) } else { None };
+                let host = || self.hosts.wanted(&tenant.pod.kubelet_uid);
+                let here = rules.wanted(tenant, &device.uuid).into_iter().chain(host());
+                let here = if self.binds { here.max_by_key(|wanted| wanted.level) } else { None };
                 let (_, most) = wanted.entry(&tenant.pod.kubelet_uid).or_insert((&tenant.pod, None));
                 if here.as_ref().map(|w| w.level) > most.as_ref().map(|w| w.level) {
                     *most = here;
@@ -1066,6 +1118,7 @@ impl Engine {
                 over: rules.tenants.iter().filter(|tenant| tenant.over).count(),
                 fault: device.fault,
                 freeze: if self.binds { rules.freeze() } else { None },
+                parked: self.parks.count(&device.uuid),
                 zombie: device.zombie.holds,
                 unexplained: device.unexplained.holds.then(|| self.evidence.candidate(device, &self.world)),
             })
@@ -1080,6 +1133,7 @@ impl Engine {
             below,
             oversized,
             base_strength: self.base.told().0,
+            no_cgroup_v2: self.asks_for_host_memory() && !self.host_memory,
         }
     }
 
@@ -1108,9 +1162,19 @@ impl Engine {
             incidents_open: self.world.incidents.values().filter(|i| !episode::is_closed(i)).count(),
             signals_written: self.acts.written,
             signals_failed: self.acts.failed,
+            unready: self.acts.unready(),
+            reclaims: self.reclaims,
         };
-        let shown =
-            Shown { devices: &self.devices, wards: &self.wards, pools: &self.pools, binds: self.binds };
+        let shown = Shown {
+            devices: &self.devices,
+            wards: &self.wards,
+            pools: &self.pools,
+            parks: &self.parks,
+            hooks: &self.hooks,
+            carries: &self.carries,
+            hosts: &self.hosts,
+            binds: self.binds,
+        };
         self.metrics.render(shown, self.driver.as_deref().unwrap_or(""), gauges)
     }
 
@@ -1150,6 +1214,12 @@ impl Engine {
         self.check_plan(now);
     }
 
+    /// Whether the plan has a rule on host memory, whoever it may concern.
+    fn asks_for_host_memory(&self) -> bool {
+        let layers = self.plan.iter().flat_map(|plan| &plan.spec.layers);
+        layers.flat_map(|layer| &layer.rules).any(|rule| rule.host_memory.is_some())
+    }
+
     fn since_contact(&self) -> Option<Duration> {
         self.contact.map(|contact| (self.clock)().0.saturating_duration_since(contact))
     }
@@ -1187,12 +1257,12 @@ fn place<'a>(
     plan: Option<&'a Plan>,
     world: &'a World,
     resources: &'a Snapshot,
-    wards: &'a Wards,
+    (wards, parks): (&'a Wards, &'a Parks),
     release_namespace: &'a str,
     now: Millis,
 ) -> Place<'a> {
     let plan = plan.map(|plan| &plan.spec);
-    Place { plan, world, assignments: &resources.assignments, wards, release_namespace, now }
+    Place { plan, world, assignments: &resources.assignments, wards, parks, release_namespace, now }
 }
 
 /// What the pods on a device have a right to in its pool: those with a quota of the layer that binds.
@@ -1289,6 +1359,8 @@ mod tests {
     use kube::ResourceExt;
     use serde_json::{Value, json};
 
+    mod acting;
+
     use super::*;
     use crate::{
         test_clock::{TIME, clock},
@@ -1301,6 +1373,7 @@ mod tests {
     struct Bench {
         engine: Engine,
         jobs: Rc<RefCell<Vec<Job>>>,
+        orders: Rc<RefCell<Vec<Order>>>,
         root: tempfile::TempDir,
         /// How long a sample waits for its turn, in milliseconds.
         late: u64,
@@ -1350,6 +1423,9 @@ mod tests {
             let jobs = Rc::new(RefCell::new(Vec::new()));
             let submitted = Rc::clone(&jobs);
             let submit = move |job| submitted.borrow_mut().push(job);
+            let orders = Rc::new(RefCell::new(Vec::new()));
+            let given = Rc::clone(&orders);
+            let order = move |order| given.borrow_mut().push(order);
             let signals = Signals::new(root.path());
             let setup = Setup {
                 node: "n1".into(),
@@ -1358,8 +1434,10 @@ mod tests {
                 proc_root: "/proc".into(),
                 keeper: false,
                 cgroup2: false,
+                host_memory: true,
+                grants: crate::metrics::grant_durations("n1").unwrap(),
             };
-            let mut engine = Engine::new(clock, setup, signals, submit, drop::<Order>).unwrap();
+            let mut engine = Engine::new(clock, setup, signals, submit, order).unwrap();
             let device = |index: u32| DeviceInfo {
                 uuid: format!("GPU-{index}"),
                 index,
@@ -1370,7 +1448,7 @@ mod tests {
             };
             let devices = vec![device(0), device(1)];
             engine.report(Report::Opened { version: "580".into(), devices, limits: false });
-            let mut bench = Self { engine, jobs, root, late: 0 };
+            let mut bench = Self { engine, jobs, orders, root, late: 0 };
             bench.world(WorldChange::Namespace(reset([("team".to_owned(), NamespaceFacts::default())])));
             bench.world(WorldChange::Node(reset([NodeFacts { uid: "node".into(), ..NodeFacts::default() }])));
             let spec = serde_json::from_value(json!({"planLifeSeconds": 600, "layers": layers})).unwrap();
@@ -1427,7 +1505,7 @@ mod tests {
             TIME.set(TIME.get() + after);
             let (at, wall) = clock();
             let waited = Duration::from_millis(self.late);
-            let (at, wall) = (at - waited, wall - waited);
+            let (at, wall) = (at.checked_sub(waited).unwrap(), wall - waited);
             let pass = Pass { at, wall, late: Duration::ZERO, took: Duration::ZERO, devices };
             self.engine.report(Report::Pass(pass));
         }
@@ -1473,7 +1551,8 @@ mod tests {
                     since: MicroTime(wall),
                     workload: None,
                     budgets: Vec::new(),
-                    evicted_at: None,
+                    acted_at: None,
+                    targets: Vec::new(),
                 }),
             });
             self.world(WorldChange::Incident(Set::Upsert(incident)));
@@ -1607,6 +1686,7 @@ mod tests {
                 state: ObservationState::Recovered,
                 bytes: None,
                 at: MicroTime(clock().1),
+                act: None,
             }),
             decision: None,
         });
@@ -1655,8 +1735,12 @@ mod tests {
         bench.sample(300, &[("a", 9)]);
         for job in bench.jobs() {
             let Job::Create(key, mut there) = job else { continue };
-            let observation =
-                Observation { state: ObservationState::Gone, bytes: None, at: MicroTime(clock().1) };
+            let observation = Observation {
+                state: ObservationState::Gone,
+                bytes: None,
+                at: MicroTime(clock().1),
+                act: None,
+            };
             there.status = Some(GpuMemoryIncidentStatus { observation: Some(observation), decision: None });
             bench.engine.done(done(What::Create(key, there)));
         }
@@ -2134,6 +2218,32 @@ mod tests {
             answers += bench.observed().len();
         }
         assert_eq!(answers, 1);
+    }
+
+    #[test]
+    fn zombie_memory_that_is_gone_begins_no_other_episode() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        for _ in 0..15 {
+            bench.hold(1_000, &[(Holder::Gone, 9)]);
+        }
+        let mut incident = bench.created().remove(0);
+        assert_eq!(incident.spec.kind, IncidentKind::ZombieMemory);
+        bench.decide(&incident, DecisionState::Proposed, "ResetRequested");
+        bench.hold(2_100, &[]);
+        assert_eq!(bench.observed(), [ObservationState::Recovered]);
+        let observation = Observation {
+            state: ObservationState::Recovered,
+            bytes: Some(0),
+            at: MicroTime(clock().1),
+            act: None,
+        };
+        incident.status = Some(GpuMemoryIncidentStatus { observation: Some(observation), decision: None });
+        bench.world(WorldChange::Incident(Set::Upsert(incident)));
+        // What the node says of it lasts for another while.
+        for _ in 0..25 {
+            bench.hold(500, &[]);
+            assert!(bench.created().is_empty());
+        }
     }
 
     #[test]

@@ -131,6 +131,8 @@ impl Bench {
             proc_root: "/proc".into(),
             keeper: true,
             cgroup2: true,
+            host_memory: true,
+            grants: crate::metrics::grant_durations("n1").unwrap(),
         };
         let engine = Engine::new(
             clock,
@@ -260,8 +262,12 @@ impl Bench {
                     self.inspected.push((pod.to_string(), pid));
                 }
                 Order::Keeper(order) if self.keeper_answers => self.keep(order),
-                Order::Keeper(_) => {}
                 Order::Limit(task) => self.limits.push(task),
+                Order::Keeper(_)
+                | Order::Guard(guard::Order::Trim { .. })
+                | Order::Hook(_)
+                | Order::Restart(_)
+                | Order::Survey(_) => {}
             }
         }
         any
@@ -290,7 +296,10 @@ impl Bench {
             link::Order::Fetch { pod } => self.engine.keeper(Heard::Fetched { pod, usage: None }),
             link::Order::Store { pod, .. } => self.stored.push(pod.to_string()),
             link::Order::StandDown(on) => self.stood_down.push(on),
-            link::Order::Warm { .. } | link::Order::Sweep { .. } => {}
+            link::Order::Warm { .. }
+            | link::Order::Sweep { .. }
+            | link::Order::Park(_)
+            | link::Order::Restore { .. } => {}
         }
     }
 

@@ -1,40 +1,46 @@
-//! Episodes: which pod is to be restarted for what, and what is seen of it since.
+//! Episodes: what is to be done about whom, and what is seen of it since.
 //!
-//! An episode runs while its reason holds. It has one incident, which is created once and
+//! An episode runs while its reason holds. What an agent does by itself has none: it is begun at once. It has one incident, which is created once and
 //! observed until its end was seen or the operator has closed it. All is derived from the
 //! present state at every sample, so whatever could not be written is written later.
+
+mod climb;
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
     sync::Arc,
+    time::Duration,
 };
 
 use highwater_crds::{
-    Action, ActionType, ByteSize, DecisionState, Evidence, GpuMemoryIncident, GpuMemoryIncidentSpec,
-    IncidentKind, Mode, Observation, ObservationState, PlanBreaker, Proposal, Subject, Watermark, names,
+    Action, ActionType, BreakerScope, ByteSize, DecisionState, Evidence, GpuMemoryIncident,
+    GpuMemoryIncidentSpec, IncidentKind, Mode, Observation, ObservationState, Proposal, Subject, names,
 };
 use highwater_policy::{
     breaker,
     episode::{self, Beginning, Key, Last},
-    ledger::Ledger,
-    quota::EffectiveQuota,
+    ledger::{Ledger, Share},
     time::Millis,
-    victim::{self, Candidate, Choice},
 };
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use kube::ResourceExt;
 use tracing::warn;
 
+use self::climb::Stand;
 use crate::{
     account::Device,
-    decide::{Layer, Rules, Tenant},
+    act::{carry::Carries, parks::Parks},
+    decide::{Concern, Rules, Standing, Tenant},
+    evidence::Evidence as Looked,
+    hosts::Hosts,
+    ladder::{At, Foot, Ladder},
+    pools::Pools,
     publish::{Attempt, Job},
-    world::World,
+    wards::Wards,
+    world::{Pod, World},
 };
 
-/// After a restarted pod is gone, the least time in milliseconds before another is picked.
-const SETTLE: u64 = 2_000;
 /// After an episode of a pod ended, the least time in milliseconds before the next is opened:
 /// doubled each time, up to the second.
 const PAUSE: (u64, u64) = (1_000, 300_000);
@@ -42,6 +48,8 @@ const PAUSE: (u64, u64) = (1_000, 300_000);
 const QUIET: u64 = 600_000;
 /// Reason of a decision about a rehearsal: it says nothing against the pod.
 const DRY_RUN: &str = "DryRun";
+/// How long a pod may be parked where no policy says it any more, in minutes.
+const MAX_PARKED_MINUTES: i32 = 60;
 /// Neighbours that an incident lists.
 const NEIGHBOURS: usize = 16;
 
@@ -52,20 +60,70 @@ pub(crate) type Name = (String, String);
 #[derive(Debug, Default)]
 pub(crate) struct Episodes {
     running: BTreeMap<Reason, Running>,
+    ladders: BTreeMap<Foot, Ladder>,
+    /// What the agent does by itself, and has not yet.
+    locals: Vec<Local>,
     observing: HashMap<Name, Observing>,
-    /// Whose incidents are being created.
-    creating: HashSet<Key>,
+    /// Whose incidents are being created, and for which act.
+    creating: HashSet<(Key, ActionType)>,
     /// The ends of those whose next episode may have to wait.
-    ended: HashMap<Key, Ended>,
+    ended: HashMap<(Key, ActionType), Ended>,
 }
 
-/// Why somebody is to be restarted.
+/// Why something is to be done that the operator must allow.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Reason {
     device: Arc<str>,
     mode: Mode,
-    /// UID of the pod that is in breach of its quota; `None` for the device's breaker.
-    breach: Option<Arc<str>>,
+    about: About,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum About {
+    /// An act against what a breaker measures.
+    Rung {
+        scope: BreakerScope,
+        /// UID of the pod that the breaker is about, where it is about one.
+        of: Option<Arc<str>>,
+        act: ActionType,
+        /// UID of the pod that is acted on; `None` where that is the node, or where nobody is to blame.
+        subject: Option<Arc<str>>,
+    },
+    /// An act on a pod for its own sake: it breaks its quota, or holds too much host memory.
+    Pod { at: At, pod: Arc<str>, act: ActionType },
+    /// Memory of processes that are gone.
+    Zombie,
+    /// A parked pod that is to be restarted instead of being restored.
+    Overdue(Arc<str>),
+}
+
+/// Something that the agent does by itself.
+#[derive(Clone, Debug)]
+pub(crate) enum Local {
+    /// Asks the engine in a pod to free what it caches.
+    Hook {
+        /// The ladder that asks.
+        foot: Foot,
+        /// The pod.
+        pod: Arc<Pod>,
+        /// UUID of the device.
+        device: Arc<str>,
+        /// Bytes that the pod holds there.
+        held: u64,
+        /// How long the engine may take.
+        limit: Duration,
+        /// Why, in a sentence.
+        why: String,
+    },
+    /// Takes idle grants back and has guards trim the driver's pools.
+    Reclaim {
+        /// UUID of the device.
+        device: Arc<str>,
+        /// Its pods, as the kubelet knows them.
+        pods: Vec<Arc<str>>,
+        /// Why, in a sentence.
+        why: String,
+    },
 }
 
 /// An episode that runs.
@@ -85,9 +143,11 @@ struct Running {
 }
 
 /// The end of an episode.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Ended {
     at: Millis,
+    /// The policy that had asked for the act. Another's has not waited for anything yet.
+    policy: String,
     /// How long the next has to wait, in milliseconds.
     pause: u64,
 }
@@ -123,6 +183,18 @@ pub(crate) struct Moment<'a> {
     pub(crate) release_namespace: &'a str,
     /// Whether the plan still binds.
     pub(crate) binds: bool,
+    /// The pools.
+    pub(crate) pools: &'a Pools,
+    /// The guarded pods.
+    pub(crate) wards: &'a Wards,
+    /// What is parked.
+    pub(crate) parks: &'a Parks,
+    /// What became of acts that the operator allowed.
+    pub(crate) carries: &'a Carries,
+    /// What was found of processes that are in no list.
+    pub(crate) evidence: &'a Looked,
+    /// The host memory of pods.
+    pub(crate) hosts: &'a Hosts,
 }
 
 impl Episodes {
@@ -138,9 +210,11 @@ impl Episodes {
         let mut wanted = Vec::new();
         if moment.binds {
             for (device, rules) in devices {
-                self.reasons(device, rules, world, moment, &mut wanted);
+                self.reasons(devices, device, rules, world, moment, &mut wanted);
             }
+            self.overdue(devices, world, moment, &mut wanted);
         }
+        self.ladders.retain(|foot, _| moment.binds && stands(foot, devices, moment.hosts));
         let over: Vec<Reason> =
             self.running.keys().filter(|reason| !wanted.contains(reason)).cloned().collect();
         for reason in over {
@@ -154,9 +228,10 @@ impl Episodes {
     }
 
     /// An incident was, or was not, created.
-    pub(crate) fn created(&mut self, key: &Key, name: Name, written: bool, now: Millis) {
-        self.creating.remove(key);
-        if let Some(running) = self.running.values_mut().find(|running| running.key == *key) {
+    pub(crate) fn created(&mut self, key: &Key, act: ActionType, name: Name, written: bool, now: Millis) {
+        let of = (key.clone(), act);
+        self.creating.remove(&of);
+        if let Some(running) = self.running.values_mut().find(|running| running.of() == of) {
             running.attempt.done(written, now);
             running.incident = written.then_some(name);
         }
@@ -176,16 +251,27 @@ impl Episodes {
 
     /// Ends an episode. The next of the same pod waits, the longer the more often that happens.
     fn end(&mut self, reason: &Reason, now: Millis) {
-        let Some(Running { key, incident: Some(_), fell, .. }) = self.running.remove(reason) else { return };
+        let Some(running) = self.running.remove(reason).filter(|running| running.incident.is_some()) else {
+            return;
+        };
         self.ended.retain(|_, ended| now.since(ended.at) < QUIET);
         let (least, most) = PAUSE;
-        let pause = self.ended.get(&key).map_or(least, |last| last.pause.saturating_mul(2).min(most));
-        self.ended.insert(key, Ended { at: fell.unwrap_or(now), pause });
+        let of = running.of();
+        let policy = running.draft.policy.clone();
+        let same = self.ended.get(&of).filter(|ended| ended.policy == policy);
+        let pause = same.map_or(least, |ended| ended.pause.saturating_mul(2).min(most));
+        self.ended.insert(of, Ended { at: running.fell.unwrap_or(now), policy, pause });
+    }
+
+    /// What the agent is to do by itself, since this was asked last.
+    pub(crate) fn locals(&mut self) -> Vec<Local> {
+        std::mem::take(&mut self.locals)
     }
 
     /// Collects the reasons that hold on a device, and begins their episodes.
     fn reasons(
         &mut self,
+        devices: &[(Device, Rules)],
         device: &Device,
         rules: &Rules,
         world: &World,
@@ -193,76 +279,172 @@ impl Episodes {
         wanted: &mut Vec<Reason>,
     ) {
         for (at, layer) in rules.layers.iter().enumerate().filter(|(_, layer)| layer.mode != Mode::Observe) {
-            let reason = |breach| Reason { device: Arc::clone(&device.uuid), mode: layer.mode, breach };
-            for tenant in &rules.tenants {
-                let Some(terms) = tenant.terms.get(at) else { continue };
-                let (Some(action), Some(quota)) = (terms.restart_for_breach(), &terms.quota) else {
-                    continue;
-                };
-                let reason = reason(Some(Arc::clone(&tenant.pod.uid)));
-                // A pod that is ending already needs no incident to be ended, and a breach that
-                // cannot be measured any more begins nothing.
-                let begins = !tenant.pod.facts.terminating && tenant.used.is_some_and(|u| u > quota.limit);
-                if !begins && !self.running.contains_key(&reason) {
-                    continue;
-                }
-                wanted.push(reason.clone());
-                self.running.entry(reason).or_insert_with(|| {
-                    let explanation = format!(
-                        "holds {} of a limit of {} ({})",
-                        ByteSize(tenant.used.unwrap_or(0)).rounded(),
-                        ByteSize(quota.limit).rounded(),
-                        quota.provenance()
-                    );
-                    let policy = terms.breach().map_or("", |breach| &breach.policy);
-                    let draft =
-                        Draft { device, rules, layer: at, tenant: Some(tenant), action, explanation, moment };
-                    Running::new(draft.spec(IncidentKind::QuotaBreach, policy, None))
-                });
+            let stand = Stand { devices, device, rules, layer: at, mode: layer.mode, world, moment };
+            for place in 0..rules.tenants.len() {
+                self.breach(stand, place, wanted);
+                self.host(stand, place, wanted);
             }
-            let Some((rule, mark, action)) = tripped(layer) else { continue };
-            let reason = reason(None);
-            wanted.push(reason.clone());
-            // Which episode it is, and whose, depends on the incidents that are there.
-            if !world.synced.all() || !self.picks(&reason, device, mark, moment.now) {
-                continue;
+            for breaker in 0..layer.breakers.len() {
+                self.breaker(stand, breaker, wanted);
             }
-            if !self.running.contains_key(&reason)
-                && let Some(incident) = inherited(device, layer.mode, world)
-            {
-                self.running.insert(reason.clone(), Running::inherited(incident));
-            }
-            if self
-                .running
-                .get_mut(&reason)
-                .is_some_and(|running| running.stays(device, rules, at, rule, world, moment))
-            {
-                continue;
-            }
-            self.end(&reason, moment.now);
-            let (tenant, explanation) = match choose(device, rules, at, rule, world, moment.wall) {
-                Choice::Leaving(_) => continue,
-                Choice::Nobody => (None, "no pod on the device is over its due".to_owned()),
-                Choice::Pod(index, why) => (rules.tenants.get(index), why),
-            };
-            let draft = Draft { device, rules, layer: at, tenant, action, explanation, moment };
-            let spec = draft.spec(IncidentKind::Breaker, &rule.policy, Some(mark));
-            self.running.insert(reason, Running::new(spec));
+            self.zombie(stand, wanted);
         }
     }
 
-    /// Whether use stands so high that a breaker may pick somebody. Once it fell below the clear
-    /// mark that is over, until it reaches the trip mark again or the level ends.
-    fn picks(&mut self, reason: &Reason, device: &Device, mark: &Watermark, now: Millis) -> bool {
-        let Some(share) = device.ledger.level else { return false };
-        let below = share.below(mark.clear_percent);
-        if let Some(running) = self.running.get_mut(reason) {
-            if below {
-                running.fell = running.fell.or(Some(now));
-            }
-            return !below && (running.fell.is_none() || share.at_least(mark.trip_percent));
+    /// A pod above its limit.
+    fn breach(&mut self, stand: Stand<'_>, place: usize, wanted: &mut Vec<Reason>) {
+        let Stand { device, rules, layer, .. } = stand;
+        let Some(tenant) = rules.tenants.get(place) else { return };
+        let Some(terms) = tenant.terms.get(layer) else { return };
+        let (Some(breach), Some(quota)) = (terms.breach().filter(|_| terms.breach.active), &terms.quota)
+        else {
+            return;
+        };
+        let explanation = || {
+            format!(
+                "holds {} of a limit of {} ({})",
+                ByteSize(tenant.used.unwrap_or(0)).rounded(),
+                ByteSize(quota.limit).rounded(),
+                quota.provenance()
+            )
+        };
+        let plain = |action: &Action| matches!(action.type_, ActionType::Signal | ActionType::Restart);
+        if !breach.terms.actions.iter().all(plain) {
+            // A breach concerns whom the quota concerns.
+            let restart = Ok(());
+            let concern = Concern { selected: true, restart, state: Standing::default() };
+            let need = tenant.used.unwrap_or(0).saturating_sub(quota.limit);
+            let (actions, policy) = (&breach.terms.actions, &breach.policy);
+            let kind = IncidentKind::QuotaBreach;
+            self.climb_pod(
+                stand,
+                At::Breach,
+                kind,
+                policy,
+                place,
+                &concern,
+                actions,
+                need,
+                tenant.used,
+                &explanation(),
+                wanted,
+            );
+            return;
         }
-        !below
+        let Some(action) = terms.restart_for_breach() else { return };
+        let about = About::Pod { at: At::Breach, pod: Arc::clone(&tenant.pod.uid), act: ActionType::Restart };
+        let reason = Reason { device: Arc::clone(&device.uuid), mode: stand.mode, about };
+        // A pod that is ending already needs no incident to be ended, and a breach that
+        // cannot be measured any more begins nothing.
+        let begins = !tenant.pod.facts.terminating && tenant.used.is_some_and(|u| u > quota.limit);
+        if !begins && !self.running.contains_key(&reason) {
+            return;
+        }
+        wanted.push(reason.clone());
+        self.running.entry(reason).or_insert_with(|| {
+            let in_place = action.restart.as_ref().is_some_and(|restart| restart.in_place)
+                && tenant.pod.facts.restart_in_place;
+            let draft = Draft {
+                tenant: Some(tenant),
+                in_place,
+                explanation: explanation(),
+                ..Draft::of(stand, action)
+            };
+            Running::new(draft.spec(IncidentKind::QuotaBreach, &breach.policy, None))
+        });
+    }
+
+    /// A pod with too much host memory. Of one on several devices, that is told at the first.
+    fn host(&mut self, stand: Stand<'_>, place: usize, wanted: &mut Vec<Reason>) {
+        let rule = stand.rules.layers.get(stand.layer).and_then(|layer| layer.host_memory.as_ref());
+        let Some((rule, tenant)) = rule.zip(stand.rules.tenants.get(place)) else { return };
+        let Some(tripped) =
+            stand.moment.hosts.tripped(&tenant.pod.kubelet_uid, stand.mode, &stand.device.uuid)
+        else {
+            return;
+        };
+        // What pressure has tripped needs acts however much is used.
+        let need = highwater_policy::host_memory::need(&rule.value, &tripped.sample).unwrap_or(0).max(1);
+        let (actions, policy) = (&rule.value.actions, &rule.policy);
+        let (kind, used) = (IncidentKind::HostMemory, tripped.sample.held);
+        self.climb_pod(
+            stand,
+            At::Host,
+            kind,
+            policy,
+            place,
+            &tripped.concern,
+            actions,
+            need,
+            used,
+            &tripped.why,
+            wanted,
+        );
+    }
+
+    /// Memory that is listed for processes that are gone: of nobody that could be acted on.
+    fn zombie(&mut self, stand: Stand<'_>, wanted: &mut Vec<Reason>) {
+        let Stand { device, rules, layer, .. } = stand;
+        let breaker = rules.layers.get(layer).and_then(|layer| layer.breaker(BreakerScope::Device));
+        // What is said of it outlasts the bytes for a while; an episode does not.
+        let there = device.zombie.holds && device.ledger.zombie != Some(0);
+        let Some(watched) = breaker.filter(|_| there) else { return };
+        let reason = Reason { device: Arc::clone(&device.uuid), mode: stand.mode, about: About::Zombie };
+        wanted.push(reason.clone());
+        self.running.entry(reason).or_insert_with(|| {
+            let bytes = device.ledger.zombie.unwrap_or(0);
+            let explanation = format!(
+                "{} are in use for processes that are gone: no pod holds them",
+                ByteSize(bytes).rounded()
+            );
+            let action = Action::of(ActionType::Drain);
+            let draft = Draft { explanation, frees: Some(bytes), ..Draft::of(stand, &action) };
+            Running::new(draft.spec(IncidentKind::ZombieMemory, &watched.rule.policy, None))
+        });
+    }
+
+    /// Parked pods that are to be restarted.
+    fn overdue(
+        &mut self,
+        devices: &[(Device, Rules)],
+        world: &World,
+        moment: Moment<'_>,
+        wanted: &mut Vec<Reason>,
+    ) {
+        let minutes = |uuid: &str| {
+            let (_, rules) = devices.iter().find(|(device, _)| *device.uuid == *uuid)?;
+            rules.park_settings().map(|park| park.max_minutes)
+        };
+        let wall = u64::try_from(moment.wall.as_millisecond()).unwrap_or(0);
+        for overdue in moment.parks.overdue(wall, |uuid| minutes(uuid).unwrap_or(MAX_PARKED_MINUTES)) {
+            let Some((device, rules)) = devices.iter().find(|(device, _)| device.uuid == overdue.device)
+            else {
+                continue;
+            };
+            let Some(layer) = rules.enforced() else { continue };
+            let Some(tenant) = rules.tenants.iter().find(|tenant| tenant.pod.kubelet_uid == overdue.pod)
+            else {
+                continue;
+            };
+            let Some(watched) = rules.layers.get(layer).and_then(|layer| layer.breakers.first()) else {
+                continue;
+            };
+            let mode = Mode::Enforce;
+            let stand = Stand { devices, device, rules, layer, mode, world, moment };
+            let about = About::Overdue(Arc::clone(&tenant.pod.uid));
+            let reason = Reason { device: Arc::clone(&device.uuid), mode, about };
+            wanted.push(reason.clone());
+            self.running.entry(reason).or_insert_with(|| {
+                let action = Action::of(ActionType::Restart);
+                let draft = Draft {
+                    tenant: Some(tenant),
+                    explanation: overdue.why.clone(),
+                    frees: Some(overdue.bytes),
+                    ..Draft::of(stand, &action)
+                };
+                Running::new(draft.spec(IncidentKind::Breaker, &watched.rule.policy, None))
+            });
+        }
     }
 
     /// Finds or creates the incident of each episode.
@@ -273,7 +455,8 @@ impl Episodes {
             // What fell, or is gone, needs nobody to be restarted again.
             if running.fell.is_some()
                 || running.vacant.is_some()
-                || self.creating.contains(&running.key)
+                // Of two of one key the second is numbered when the first is there.
+                || self.creating.iter().any(|(key, _)| *key == running.key)
                 || !running.attempt.ready(moment.now)
             {
                 continue;
@@ -283,19 +466,21 @@ impl Episodes {
             if incident.is_some_and(|incident| !episode::has_ended(incident)) {
                 continue;
             }
-            let number = match episode::begin(&running.key, world.incidents.values()) {
-                Beginning::Resumed(incident) => {
-                    running.incident = Some(name_of(incident));
-                    continue;
-                }
-                Beginning::New(number) => number,
-            };
-            let ended = self.ended.get(&running.key);
+            let act = running.draft.proposed.action;
+            let same = world.incidents.values().filter(|incident| incident.spec.proposed.action == act);
+            if let Beginning::Resumed(incident) = episode::begin(&running.key, same) {
+                running.incident = Some(name_of(incident));
+                continue;
+            }
+            // Acts of one key are numbered together, since their names are made of key and number.
+            let numbers = world.incidents.values().filter(|incident| Key::of(&incident.spec) == running.key);
+            let number = numbers.map(|incident| incident.spec.episode).max().unwrap_or(0).saturating_add(1);
+            let ended = self.ended.get(&running.of()).filter(|ended| ended.policy == running.draft.policy);
             if open >= episode::MAX_OPEN || ended.is_some_and(|e| moment.now.since(e.at) < e.pause) {
                 continue;
             }
             running.incident = None;
-            self.creating.insert(running.key.clone());
+            self.creating.insert(running.of());
             open += 1;
             running.attempt.start();
             let spec = GpuMemoryIncidentSpec { episode: number, ..(*running.draft).clone() };
@@ -322,14 +507,19 @@ impl Episodes {
     ) {
         self.observing.retain(|name, _| world.incidents.contains_key(name));
         for (name, incident) in &world.incidents {
-            if episode::is_closed(incident) && episode::has_ended(incident) {
+            if episode::is_closed(incident)
+                && episode::has_ended(incident)
+                && !moment.carries.has_news(incident)
+            {
                 continue;
             }
             if !self.observing.contains_key(name) {
                 self.observing.insert(name.clone(), Observing::of(incident, moment));
             }
             let Some(observing) = self.observing.get_mut(name) else { continue };
-            let Some((seen, bytes)) = see(&incident.spec, devices, world, &mut observing.held) else {
+            let Some((seen, bytes)) =
+                see(&incident.spec, devices, world, Some(moment.parks), moment.hosts, &mut observing.held)
+            else {
                 continue;
             };
             let stored = incident.status.as_ref().and_then(|status| status.observation.as_ref());
@@ -339,11 +529,18 @@ impl Episodes {
                 age: moment.now.since(observing.said),
                 answers: question.is_none() || question == observing.answered,
             };
-            let Some(state) = episode::observation_due(incident, last, seen) else { continue };
+            let told = stored.and_then(|observation| observation.act.as_ref());
+            let act = moment.carries.report(incident).or(told).cloned();
+            let due = episode::observation_due(incident, last, seen);
+            // An end is not taken back, whatever becomes of the act.
+            let ended = matches!(last.state, ObservationState::Recovered | ObservationState::Gone);
+            let news = (act.as_ref() != told).then_some(if ended { last.state } else { seen });
+            let Some(state) = due.or(news) else { continue };
             if observing.attempt.ready(moment.now) {
                 observing.attempt.start();
                 observing.answering = observing.answered_by(moment.now);
-                let observation = Observation { state, bytes: bytes.map(signed), at: MicroTime(moment.wall) };
+                let observation =
+                    Observation { state, bytes: bytes.map(signed), at: MicroTime(moment.wall), act };
                 submit(Job::Observe(name.clone(), observation));
             }
         }
@@ -397,69 +594,15 @@ impl Running {
         }
     }
 
+    /// What it is about, and the act.
+    fn of(&self) -> (Key, ActionType) {
+        (self.key.clone(), self.draft.proposed.action)
+    }
+
     /// The episode of an incident that an earlier agent opened.
     fn inherited(incident: &GpuMemoryIncident) -> Self {
         Self { incident: Some(name_of(incident)), inherited: true, ..Self::new(incident.spec.clone()) }
     }
-
-    /// Whether a breaker's episode goes on with its subject: as long as that holds too much, and
-    /// for a while after it is gone, since the device needs a moment to show it. Where nothing is
-    /// done about that subject, another goes first that something can be done about.
-    fn stays(
-        &mut self,
-        device: &Device,
-        rules: &Rules,
-        layer: usize,
-        rule: &PlanBreaker,
-        world: &World,
-        moment: Moment<'_>,
-    ) -> bool {
-        let incident = self.incident.as_ref().and_then(|name| world.incidents.get(name));
-        if self.fell.is_some() || (self.inherited && incident.is_none_or(episode::has_ended)) {
-            return false;
-        }
-        let Some(subject) = &self.draft.subject else {
-            return !matches!(choose(device, rules, layer, rule, world, moment.wall), Choice::Pod(..));
-        };
-        if incident.is_some_and(is_spent)
-            && let Choice::Pod(index, _) = choose(device, rules, layer, rule, world, moment.wall)
-            && let Some(other) = rules.tenants.get(index).filter(|other| *other.pod.uid != subject.uid)
-            && other.terms.get(layer).is_some_and(|terms| terms.acceptable)
-        {
-            return false;
-        }
-        let tenant = rules.tenants.iter().find(|tenant| *tenant.pod.uid == subject.uid);
-        let used = match tenant {
-            Some(tenant) => tenant.used,
-            None => device.ledger.used_by(&subject.uid),
-        };
-        if used == Some(0) {
-            let vacant = *self.vacant.get_or_insert(moment.now);
-            let stay = u64::try_from(rule.value.minimum_stay_milliseconds).unwrap_or(0);
-            return moment.now.since(vacant) < stay.max(SETTLE);
-        }
-        self.vacant = None;
-        !is_back_within(self.draft.evidence.due_bytes, self.draft.evidence.used_bytes, used)
-    }
-}
-
-/// The mark that asks for Restart at the present level.
-fn tripped(layer: &Layer) -> Option<(&PlanBreaker, &Watermark, &Action)> {
-    let rule = layer.breaker.as_ref()?;
-    let (_, mark, action) = breaker::action(&rule.value, layer.state.level, ActionType::Restart)?;
-    Some((rule, mark, action))
-}
-
-/// The incident of a breaker's episode that an earlier agent opened and that nobody has decided.
-fn inherited<'a>(device: &Device, mode: Mode, world: &'a World) -> Option<&'a GpuMemoryIncident> {
-    world.incidents.values().find(|incident| {
-        let spec = &incident.spec;
-        spec.kind == IncidentKind::Breaker
-            && spec.mode == mode
-            && *spec.device == *device.uuid
-            && !episode::is_closed(incident)
-            && !episode::has_ended(incident)
-    })
 }
 
 /// Whether it was decided, for good, that nothing can be done about an incident's subject.
@@ -472,40 +615,6 @@ fn is_spent(incident: &GpuMemoryIncident) -> bool {
         })
 }
 
-fn choose(
-    device: &Device,
-    rules: &Rules,
-    layer: usize,
-    rule: &PlanBreaker,
-    world: &World,
-    wall: Timestamp,
-) -> Choice {
-    let mode = rules.layers.get(layer).map(|layer| layer.mode);
-    let spent = |uid: &str| {
-        world.incidents.values().filter(|incident| is_spent(incident)).any(|incident| {
-            let spec = &incident.spec;
-            spec.kind == IncidentKind::Breaker
-                && Some(spec.mode) == mode
-                && *spec.device == *device.uuid
-                && spec.subject.as_ref().is_some_and(|subject| subject.uid == uid)
-        })
-    };
-    let candidates: Vec<Candidate<'_>> = rules
-        .tenants
-        .iter()
-        .filter_map(|tenant| {
-            let terms = tenant.terms.get(layer)?;
-            Some(Candidate {
-                pod: &tenant.pod.facts,
-                used: tenant.used,
-                due: terms.quota.as_ref().map(EffectiveQuota::due),
-                acceptable: terms.acceptable && !spent(&tenant.pod.uid),
-            })
-        })
-        .collect();
-    victim::choose(&candidates, rule.value.when_nobody_is_over, wall)
-}
-
 /// Whether a pod that was picked for being over its due no longer is.
 fn is_back_within(due: Option<i64>, used_then: Option<i64>, used: Option<u64>) -> bool {
     let Some(due) = due else { return false };
@@ -514,10 +623,13 @@ fn is_back_within(due: Option<i64>, used_then: Option<i64>, used: Option<u64>) -
 
 /// What is seen now of the reason for an incident, and what its subject holds. `None` while the
 /// device has not been sampled. `held` is what the subject and nobody alive held before.
-fn see(
+#[allow(clippy::too_many_lines, reason = "one kind of incident after the other")]
+pub(crate) fn see(
     spec: &GpuMemoryIncidentSpec,
     devices: &[(Device, Rules)],
     world: &World,
+    parks: Option<&Parks>,
+    hosts: &Hosts,
     held: &mut Option<(u64, u64)>,
 ) -> Option<(ObservationState, Option<u64>)> {
     use ObservationState::{Gone, Over, Recovered, Unknown};
@@ -540,6 +652,33 @@ fn see(
             device.ledger.used_by(uid.unwrap_or(&subject.uid))
         }
     };
+    let at = rules.layers.iter().position(|layer| layer.mode == spec.mode);
+    let terms = at.zip(tenant).and_then(|(at, tenant)| tenant.terms.get(at));
+    let pod = subject.and_then(|subject| world.pods.values().find(|pod| *pod.uid == subject.uid));
+    let parked = parks.zip(pod).and_then(|(parks, pod)| parks.state(&pod.kubelet_uid, &device.uuid));
+    let may_be_parked = parks.zip(pod).is_some_and(|(parks, pod)| pod.facts.park && !parks.is_known());
+    if may_be_parked && used == Some(0) {
+        // Whether it gave its memory up, or has it on the host, only the keeper knows.
+        return Some((Unknown, None));
+    }
+    if let Some(state) = parked {
+        // It is not gone, only its memory is.
+        use crate::keeper_protocol::ParkState;
+        let over = spec.proposed.action != ActionType::Park || state != ParkState::Parked || used != Some(0);
+        return Some((if over { Over } else { Recovered }, used));
+    }
+    if spec.kind == IncidentKind::HostMemory {
+        let tripped = tenant.map(|tenant| hosts.is_over(&tenant.pod.kubelet_uid, spec.mode));
+        return Some(match tripped {
+            Some(Some((over, bytes))) => (if over { Over } else { Recovered }, bytes),
+            Some(None) => (Unknown, None),
+            None => (Gone, Some(0)),
+        });
+    }
+    if spec.kind == IncidentKind::ZombieMemory {
+        let Some(bytes) = device.ledger.zombie else { return Some((Unknown, None)) };
+        return Some((if bytes > 0 { Over } else { Recovered }, Some(bytes)));
+    }
     if subject.is_some() {
         match used {
             None => return Some((Unknown, None)),
@@ -551,10 +690,8 @@ fn see(
             Some(used) => *held = Some((used, of_nobody(&device.ledger))),
         }
     }
-    let at = rules.layers.iter().position(|layer| layer.mode == spec.mode);
     let holds = match spec.kind {
         IncidentKind::QuotaBreach => {
-            let terms = at.zip(tenant).and_then(|(at, tenant)| tenant.terms.get(at));
             let limit = terms.and_then(|terms| Some(terms.quota.as_ref()?.limit));
             match (tenant, limit.zip(used)) {
                 (_, Some((limit, used))) => used > limit,
@@ -565,14 +702,42 @@ fn see(
                 }
             }
         }
-        IncidentKind::Breaker => {
-            let Some(share) = device.ledger.level else { return Some((Unknown, used)) };
-            let rule = at.and_then(|at| rules.layers.get(at)).and_then(|layer| layer.breaker.as_ref());
-            let mark = rule.and_then(|rule| {
-                breaker::action(&rule.value, spec.evidence.level.unwrap_or_default(), ActionType::Restart)
+        IncidentKind::Breaker if spec.evidence.level.is_none() => {
+            // A parked pod that was to be restarted, and is not parked any more.
+            false
+        }
+        IncidentKind::Breaker | IncidentKind::HostMemory | IncidentKind::ZombieMemory => {
+            let scope = spec.evidence.scope.unwrap_or(BreakerScope::Device);
+            let layer = at.and_then(|at| rules.layers.get(at));
+            let place =
+                layer.and_then(|layer| layer.breakers.iter().position(|w| w.rule.value.scope == scope));
+            let watched = layer.zip(place).and_then(|(layer, place)| layer.breakers.get(place));
+            let share: Option<Share> = match scope {
+                BreakerScope::Device => device.ledger.level,
+                BreakerScope::Pool => watched.and_then(|watched| watched.state.reading.share),
+                BreakerScope::Pod => {
+                    terms.zip(place).and_then(|(terms, place)| terms.concerns.get(place)?.state.reading.share)
+                }
+            };
+            let mark = watched.and_then(|watched| {
+                let level = spec.evidence.level.unwrap_or_default();
+                breaker::action(&watched.rule.value, level, spec.proposed.action)
             });
-            mark.is_some_and(|(_, mark, _)| !share.below(mark.clear_percent))
-                && !is_back_within(spec.evidence.due_bytes, spec.evidence.used_bytes, used)
+            let early = spec.evidence.early;
+            match (mark, share) {
+                (None, _) => false,
+                (Some(_), None) => return Some((Unknown, used)),
+                (Some((_, mark, _)), Some(share)) => {
+                    // What was entered early is over with its level.
+                    let level = watched.map(|watched| watched.state.state.level).unwrap_or_default();
+                    let high = if early && scope != BreakerScope::Pod {
+                        level >= spec.evidence.level.unwrap_or_default() || !share.below(mark.clear_percent)
+                    } else {
+                        !share.below(mark.clear_percent)
+                    };
+                    high && !is_back_within(spec.evidence.due_bytes, spec.evidence.used_bytes, used)
+                }
+            }
         }
     };
     Some((if holds { Over } else { Recovered }, used))
@@ -596,12 +761,38 @@ struct Draft<'a> {
     layer: usize,
     tenant: Option<&'a Tenant>,
     action: &'a Action,
+    /// What the breaker measures, and where it stands; absent where it is none that asks.
+    scope: Option<BreakerScope>,
+    standing: Option<&'a Standing>,
+    /// What the act should free; absent: what the subject holds, or holds too much.
+    frees: Option<u64>,
+    in_place: bool,
+    alternatives: Vec<String>,
     explanation: String,
     moment: Moment<'a>,
 }
 
-impl Draft<'_> {
-    fn spec(self, kind: IncidentKind, policy: &str, mark: Option<&Watermark>) -> GpuMemoryIncidentSpec {
+impl<'a> Draft<'a> {
+    /// An act about nobody yet.
+    fn of(stand: Stand<'a>, action: &'a Action) -> Self {
+        let Stand { device, rules, layer, moment, .. } = stand;
+        Self {
+            device,
+            rules,
+            layer,
+            tenant: None,
+            action,
+            scope: None,
+            standing: None,
+            frees: None,
+            in_place: false,
+            alternatives: Vec::new(),
+            explanation: String::new(),
+            moment,
+        }
+    }
+
+    fn spec(self, kind: IncidentKind, policy: &str, trip_percent: Option<i32>) -> GpuMemoryIncidentSpec {
         let ledger = &self.device.ledger;
         let layer = self.rules.layers.get(self.layer);
         let quota = self.tenant.and_then(|t| t.terms.get(self.layer)?.quota.as_ref());
@@ -620,14 +811,18 @@ impl Draft<'_> {
             name: tenant.pod.facts.name.clone(),
             uid: tenant.pod.uid.to_string(),
         });
-        let frees = match kind {
+        let frees = self.frees.or(match kind {
             IncidentKind::QuotaBreach => {
                 used.zip(quota).map(|(used, quota)| used.saturating_sub(quota.limit))
             }
-            IncidentKind::Breaker => used,
-        };
-        warn!(?kind, device = self.device.label, subject = ?subject.as_ref().map(|s| &s.name), explanation = self.explanation,
-            "an episode began");
+            IncidentKind::Breaker | IncidentKind::HostMemory | IncidentKind::ZombieMemory => used,
+        });
+        // A breach and zombie memory tell the level of the device beside.
+        let shown = layer.and_then(|layer| layer.breaker(BreakerScope::Device)).map(|watched| &watched.state);
+        let told = self.standing.or(shown.filter(|_| kind != IncidentKind::Breaker));
+        let share = self.standing.map_or(ledger.level, |standing| standing.reading.share);
+        warn!(?kind, act = ?self.action.type_, device = self.device.label, subject = ?subject.as_ref().map(|s| &s.name),
+            explanation = self.explanation, "an episode began");
         GpuMemoryIncidentSpec {
             kind,
             mode: layer.map(|layer| layer.mode).unwrap_or_default(),
@@ -638,9 +833,11 @@ impl Draft<'_> {
             subject,
             evidence: Evidence {
                 at: MicroTime(self.moment.wall),
-                level: layer.filter(|layer| layer.breaker.is_some()).map(|layer| layer.state.level),
-                level_percent: ledger.level.map(highwater_policy::ledger::Share::percent),
-                trip_percent: mark.map(|mark| mark.trip_percent),
+                scope: self.scope.filter(|scope| *scope != BreakerScope::Device),
+                level: told.map(|standing| standing.state.level),
+                early: self.standing.is_some_and(|standing| standing.state.early),
+                level_percent: share.map(Share::percent),
+                trip_percent,
                 device_total_bytes: ledger.total.map(signed),
                 device_free_bytes: ledger.free.map(signed),
                 used_bytes: used.map(signed),
@@ -657,16 +854,63 @@ impl Draft<'_> {
                 explanation: self.explanation.chars().take(1024).collect(),
             },
             proposed: Proposal {
-                action: ActionType::Restart,
+                action: self.action.type_,
                 grace_period_seconds: self
                     .action
                     .restart
                     .as_ref()
                     .and_then(|restart| restart.grace_period_seconds),
+                in_place: self.in_place,
                 frees_bytes: frees.map(signed),
+                alternatives: self.alternatives,
             },
         }
     }
+}
+
+/// Whether there is still something for a ladder to stand at. Its rules are looked up anew at each sample, so
+/// this is about levels.
+fn stands(foot: &Foot, devices: &[(Device, Rules)], hosts: &Hosts) -> bool {
+    let Some((_, rules)) = devices.iter().find(|(device, _)| device.uuid == foot.device) else {
+        return false;
+    };
+    let Some(at) = rules.layers.iter().position(|layer| layer.mode == foot.mode) else { return false };
+    let tenant = || {
+        let tenant = rules.tenants.iter().find(|tenant| Some(&tenant.pod.uid) == foot.pod.as_ref());
+        tenant.and_then(|tenant| tenant.terms.get(at))
+    };
+    match foot.at {
+        At::Breaker(scope) => {
+            let breakers = rules.layers.get(at).map(|layer| &layer.breakers);
+            let place =
+                breakers.and_then(|all| all.iter().position(|watched| watched.rule.value.scope == scope));
+            let standing = match (place, &foot.pod) {
+                (None, _) => None,
+                (Some(place), Some(_)) => {
+                    tenant().and_then(|terms| terms.concerns.get(place)).map(|c| &c.state)
+                }
+                (Some(place), None) => breakers.and_then(|all| all.get(place)).map(|watched| &watched.state),
+            };
+            standing.is_some_and(|standing| standing.state.level > highwater_crds::Level::Normal)
+        }
+        At::Breach => tenant().is_some_and(|terms| terms.breach.active),
+        At::Host => {
+            let tenant = rules.tenants.iter().find(|tenant| Some(&tenant.pod.uid) == foot.pod.as_ref());
+            tenant.is_some_and(|tenant| {
+                hosts.tripped(&tenant.pod.kubelet_uid, foot.mode, &foot.device).is_some()
+            })
+        }
+    }
+}
+
+/// Why nobody is acted on.
+fn tell_noculprit(scope: BreakerScope) -> String {
+    match scope {
+        BreakerScope::Device => "no pod on the device is over its due",
+        BreakerScope::Pool => "no pod in the device's pool is over its due",
+        BreakerScope::Pod => "the pod may not be restarted",
+    }
+    .to_owned()
 }
 
 /// Namespace and name of an incident.

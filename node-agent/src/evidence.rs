@@ -139,6 +139,12 @@ impl Evidence {
         self.blind || self.of(device).any(|user| user.managed)
     }
 
+    /// Whether a pod is known to use managed memory, or nobody can tell.
+    pub(crate) fn uses_managed(&self, pod: &str) -> bool {
+        let theirs = |user: &User| matches!(&user.whose, Whose::Pod(uid) if **uid == *pod);
+        self.blind || self.users.iter().any(|user| user.managed && theirs(user))
+    }
+
     /// Whose the unexplained memory of a device may be, or why nobody can tell, in parentheses; empty
     /// where it cannot be said of one alone.
     pub(crate) fn candidate(&self, device: &Device, world: &World) -> String {

@@ -13,7 +13,7 @@ use tracing::{debug, info, warn};
 
 use crate::{
     guard::Pages,
-    keeper_protocol::{Keeper, KeeperError, Reason, Released, Reserved, Status},
+    keeper_protocol::{Keeper, KeeperError, Moved, ParkAsk, Reason, Released, Reserved, Status},
 };
 
 /// How long to wait before the keeper is tried again.
@@ -48,6 +48,15 @@ pub(crate) enum Order {
         device: Arc<str>,
         /// How many.
         bytes: u64,
+    },
+    /// Moves the memory of a pod's processes to the host.
+    Park(ParkAsk),
+    /// Moves it back.
+    Restore {
+        /// UID of the pod.
+        pod: String,
+        /// UUID of the device.
+        device: String,
     },
     /// Lets go of the devices, or no longer.
     StandDown(bool),
@@ -90,6 +99,15 @@ pub(crate) enum Heard {
         device: Arc<str>,
         /// The outcome; an error in words.
         result: Result<Released, String>,
+    },
+    /// What parking a pod, or restoring it, came to. What the keeper holds then follows.
+    Moved {
+        /// UID of the pod.
+        pod: String,
+        /// UUID of the device.
+        device: String,
+        /// The outcome; an error in words.
+        result: Result<Moved, String>,
     },
     /// What an earlier agent had stored for a pod.
     Fetched {
@@ -212,7 +230,7 @@ fn is_busy(status: &Status) -> bool {
 }
 
 async fn obey(keeper: &Keeper, order: Order, heard: &UnboundedSender<Heard>) {
-    let failed = match order {
+    let changed = match order {
         Order::Reserve { device, bytes, keep_free } => {
             let result = keeper.reserve(&device, bytes, keep_free).await.map_err(|error| error.to_string());
             let failed = result.is_err();
@@ -224,6 +242,18 @@ async fn obey(keeper: &Keeper, order: Order, heard: &UnboundedSender<Heard>) {
             let failed = result.is_err();
             let _ = heard.send(Heard::Released { device, result });
             failed
+        }
+        Order::Park(what) => {
+            let (pod, device) = (what.pod.clone(), what.device.clone());
+            let result = keeper.park(what).await.map_err(|error| error.to_string());
+            let _ = heard.send(Heard::Moved { pod, device, result });
+            // What is parked is told by nothing else.
+            true
+        }
+        Order::Restore { pod, device } => {
+            let result = keeper.restore(&pod, &device).await.map_err(|error| error.to_string());
+            let _ = heard.send(Heard::Moved { pod, device, result });
+            true
         }
         Order::Warm { device } => {
             if let Err(error) = keeper.warm(&device).await {
@@ -255,7 +285,7 @@ async fn obey(keeper: &Keeper, order: Order, heard: &UnboundedSender<Heard>) {
             false
         }
     };
-    if failed {
+    if changed {
         // What it holds may be anything now.
         tell_status(keeper, heard).await;
     }
@@ -291,6 +321,9 @@ fn fail(order: Order, heard: &UnboundedSender<Heard>, stand_down: &mut Option<bo
     let answer = match order {
         Order::Reserve { device, .. } => Heard::Reserved { device, result: Err(why()) },
         Order::Release { device, .. } => Heard::Released { device, result: Err(why()) },
+        Order::Park(ParkAsk { pod, device, .. }) | Order::Restore { pod, device } => {
+            Heard::Moved { pod, device, result: Err(why()) }
+        }
         Order::Fetch { pod } => Heard::Fetched { pod, usage: None },
         Order::StandDown(on) => {
             // Said again as soon as it answers.

@@ -5,15 +5,18 @@
 
 use std::time::Duration;
 
-use highwater_crds::{Level, Mode};
+use highwater_crds::{ActState, ActionType, BreakerScope, Level, Mode};
 use highwater_gpu::ErrorClass;
 use prometheus::{
-    GaugeVec, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry, TextEncoder,
+    GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry,
+    TextEncoder,
 };
 
 use crate::{
     account::Device,
+    act::{carry::Carries, hooks::Hooks, parks::Parks},
     decide::{Rules, Tenant},
+    hosts::Hosts,
     pools::Pools,
     wards::{Keeper, Wards},
 };
@@ -55,6 +58,19 @@ pub(crate) struct Metrics {
     pod_resources_age: GaugeVec,
     incidents: IntGaugeVec,
     signals: IntCounterVec,
+    pool_level: IntGaugeVec,
+    pod_level: IntGaugeVec,
+    device_headroom: GaugeVec,
+    node_headroom: GaugeVec,
+    pod_parked: IntGaugeVec,
+    park_moves: IntCounterVec,
+    hooks: IntCounterVec,
+    reclaims: IntCounterVec,
+    acts: IntCounterVec,
+    unready: IntGaugeVec,
+    host_used: IntGaugeVec,
+    host_limit: IntGaugeVec,
+    host_pressure: GaugeVec,
     /// Rounds of samples.
     pub(crate) samples: IntCounter,
     /// Rounds that were thrown away, because the agent did not keep up.
@@ -72,6 +88,14 @@ pub(crate) struct Shown<'a> {
     pub(crate) wards: &'a Wards,
     /// The pools.
     pub(crate) pools: &'a Pools,
+    /// What is parked.
+    pub(crate) parks: &'a Parks,
+    /// The hooks.
+    pub(crate) hooks: &'a Hooks,
+    /// The acts that the operator allowed.
+    pub(crate) carries: &'a Carries,
+    /// The host memory of pods.
+    pub(crate) hosts: &'a Hosts,
     /// Whether the plan binds.
     pub(crate) binds: bool,
 }
@@ -91,6 +115,27 @@ pub(crate) struct Gauges {
     pub(crate) signals_written: u64,
     /// Pressure files that could not be written.
     pub(crate) signals_failed: u64,
+    /// Pods that are unready by their pressure file.
+    pub(crate) unready: usize,
+    /// How often idle memory was taken back.
+    pub(crate) reclaims: u64,
+}
+
+/// How long a guard's question for more memory took, from when it was read until it was answered.
+///
+/// # Errors
+/// Fails where the name is not one of a metric.
+pub(crate) fn grant_durations(node: &str) -> prometheus::Result<HistogramVec> {
+    const BUCKETS: [f64; 14] =
+        [0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0];
+    let opts = Opts::new(
+        "highwater_grant_duration_seconds",
+        "Time from a guard's question for more memory until it was answered.",
+    );
+    HistogramVec::new(
+        HistogramOpts::from(opts.const_label("node", node)).buckets(BUCKETS.to_vec()),
+        &["outcome"],
+    )
 }
 
 impl Metrics {
@@ -99,8 +144,9 @@ impl Metrics {
     /// # Errors
     /// Fails when two metrics have one name.
     #[allow(clippy::too_many_lines)] // the list of metrics
-    pub(crate) fn new(node: &str) -> prometheus::Result<Self> {
+    pub(crate) fn new(node: &str, grants: HistogramVec) -> prometheus::Result<Self> {
         let registry = Registry::new();
+        registry.register(Box::new(grants))?;
         let make = Maker { registry: &registry, node };
         let metrics = Self {
             device_info: make.gauges(
@@ -241,6 +287,67 @@ impl Metrics {
                 "Pressure files, by whether they could be written.",
                 &["outcome"],
             )?,
+            pool_level: make.gauges(
+                "highwater_pool_level",
+                "Level of the breaker on the device's pool: 0 Normal, 1 Warning, 2 Critical, 3 Emergency.",
+                &["device", "mode"],
+            )?,
+            pod_level: make.gauges(
+                "highwater_pod_level",
+                "Level of the breaker on a pod's use of its limit: 0 Normal, 1 Warning, 2 Critical, 3 Emergency.",
+                &["namespace", "pod", "device", "mode"],
+            )?,
+            device_headroom: make.float_gauges(
+                "highwater_device_headroom_ratio",
+                "Memory of the device that is not in use, of what can be used.",
+                DEVICE,
+            )?,
+            node_headroom: make.float_gauges(
+                "highwater_node_headroom_ratio",
+                "Headroom of the device of the node that has most, for routers.",
+                &[],
+            )?,
+            pod_parked: make.gauges(
+                "highwater_pod_parked_bytes",
+                "Memory of a pod that is parked on the host and owed to it on the device.",
+                POD,
+            )?,
+            park_moves: make.counters(
+                "highwater_park_moves_total",
+                "Moves of a pod's memory to the host (`park`) and back (`restore`), by what came of them.",
+                &["move", "outcome"],
+            )?,
+            hooks: make.counters(
+                "highwater_hook_calls_total",
+                "Calls of an endpoint by which a pod's engine frees memory, by preset and by what came of them.",
+                &["preset", "result"],
+            )?,
+            reclaims: make.counters("highwater_reclaims_total", "How often idle memory was taken back.", &[])?,
+            acts: make.counters(
+                "highwater_acts_total",
+                "Acts that the operator allowed and the agent carried out, by what became of them.",
+                &["act", "state"],
+            )?,
+            unready: make.gauges(
+                "highwater_pods_unready",
+                "Pods whose pressure file says that they are unready.",
+                &[],
+            )?,
+            host_used: make.gauges(
+                "highwater_pod_host_memory_bytes",
+                "Host memory of a pod that cannot be dropped; at most so much where that is far from the rule's mark.",
+                &["namespace", "pod"],
+            )?,
+            host_limit: make.gauges(
+                "highwater_pod_host_memory_limit_bytes",
+                "Host memory that a pod may have: its limit, or what the node has.",
+                &["namespace", "pod"],
+            )?,
+            host_pressure: make.float_gauges(
+                "highwater_pod_host_memory_pressure_ratio",
+                "A pod's memory pressure index over the last 10 s.",
+                &["namespace", "pod"],
+            )?,
             samples: make.counter("highwater_samples_total", "Rounds in which all devices were sampled.")?,
             dropped: make.counter(
                 "highwater_samples_dropped_total",
@@ -290,6 +397,7 @@ impl Metrics {
                 let kills = self.pod_host_oom.with_label_values(&[namespace, name]);
                 kills.reset();
                 kills.inc_by(tenant.pod.host_oom_kills);
+                self.show_pod_acts(device, rules, tenant, shown);
             }
         }
         for (gauge, age) in [
@@ -302,6 +410,8 @@ impl Metrics {
                 gauge.with_label_values::<&str>(&[]).set(age.as_secs_f64());
             }
         }
+        self.show_acts(shown, gauges);
+        self.show_headroom(shown);
         set(&self.incidents, &[], u64::try_from(gauges.incidents_open).ok());
         self.signals.with_label_values(&["written"]).inc_by(gauges.signals_written);
         self.signals.with_label_values(&["failed"]).inc_by(gauges.signals_failed);
@@ -366,19 +476,75 @@ impl Metrics {
         if let Some(share) = ledger.level {
             self.device_usage.with_label_values(&[label]).set(float(share.used) / float(share.of));
         }
-        for layer in rules.layers.iter().filter(|layer| layer.breaker.is_some()) {
-            let mode = match layer.mode {
-                Mode::Enforce => "Enforce",
-                Mode::DryRun => "DryRun",
-                Mode::Observe => "Observe",
-            };
-            let level = Level::ALL.iter().position(|level| *level == layer.state.level);
-            set(&self.device_level, &[label, mode], level.and_then(|level| u64::try_from(level).ok()));
+        for layer in &rules.layers {
+            for watched in &layer.breakers {
+                let gauges = match watched.rule.value.scope {
+                    BreakerScope::Device => &self.device_level,
+                    BreakerScope::Pool => &self.pool_level,
+                    BreakerScope::Pod => continue,
+                };
+                set(gauges, &[label, mode(layer.mode)], number(watched.state.state.level));
+            }
         }
         for (class, count) in ErrorClass::ALL.iter().zip(device.errors) {
             self.device_errors.with_label_values(&[label, class.as_str()]).inc_by(count);
         }
         self.device_torn.with_label_values(&[label]).inc_by(device.torn);
+    }
+
+    /// What acts did, on a pod.
+    fn show_pod_acts(&self, device: &Device, rules: &Rules, tenant: &Tenant, shown: Shown<'_>) {
+        let facts = &tenant.pod.facts;
+        let [namespace, name, label] = [facts.namespace.as_str(), facts.name.as_str(), device.label.as_str()];
+        for (layer, terms) in rules.layers.iter().zip(&tenant.terms) {
+            for (watched, concern) in layer.breakers.iter().zip(&terms.concerns) {
+                if watched.rule.value.scope == BreakerScope::Pod && concern.selected {
+                    let labels = [namespace, name, label, mode(layer.mode)];
+                    set(&self.pod_level, &labels, number(concern.state.state.level));
+                }
+            }
+        }
+        let uid = &tenant.pod.kubelet_uid;
+        set(&self.pod_parked, &[namespace, name, label], shown.parks.bytes(uid, &device.uuid));
+        if let Some(host) = shown.hosts.shown(uid) {
+            set(&self.host_used, &[namespace, name], host.sample.held);
+            set(&self.host_limit, &[namespace, name], host.sample.limit);
+            if let Some(index) = host.index {
+                self.host_pressure.with_label_values(&[namespace, name]).set(f64::from(index) / 100.0);
+            }
+        }
+    }
+
+    /// What acts did, on the node.
+    fn show_acts(&self, shown: Shown<'_>, gauges: Gauges) {
+        for ((what, outcome), count) in &shown.parks.moves {
+            self.park_moves.with_label_values(&[what, outcome]).inc_by(*count);
+        }
+        for ((preset, result), count) in &shown.hooks.calls {
+            self.hooks.with_label_values(&[preset, result]).inc_by(*count);
+        }
+        for ((act, state), count) in &shown.carries.counts {
+            self.acts.with_label_values(&[action(*act), outcome(*state)]).inc_by(*count);
+        }
+        self.reclaims.with_label_values::<&str>(&[]).inc_by(gauges.reclaims);
+        set(&self.unready, &[], u64::try_from(gauges.unready).ok());
+    }
+
+    /// What routers choose a node by: nothing where a device is not wholly measured.
+    fn show_headroom(&self, shown: Shown<'_>) {
+        let mut most: Option<f64> = None;
+        for (device, _) in shown.devices {
+            let Some(share) = device.ledger.level.filter(|share| share.of > 0 && device.fault.is_none())
+            else {
+                continue;
+            };
+            let headroom = (1.0 - float(share.used) / float(share.of)).max(0.0);
+            self.device_headroom.with_label_values(&[device.label.as_str()]).set(headroom);
+            most = Some(most.map_or(headroom, |most| most.max(headroom)));
+        }
+        if let Some(most) = most {
+            self.node_headroom.with_label_values::<&str>(&[]).set(most);
+        }
     }
 
     /// Forgets every series that stands for something that may be gone.
@@ -404,16 +570,66 @@ impl Metrics {
             &self.pool_ballast,
             &self.pool_short,
             &self.keeper_up,
+            &self.pool_level,
+            &self.pod_level,
+            &self.pod_parked,
+            &self.host_used,
+            &self.host_limit,
         ] {
             gauges.reset();
         }
-        self.device_usage.reset();
-        for counters in
-            [&self.device_errors, &self.device_torn, &self.pod_host_oom, &self.pod_refusals, &self.signals]
-        {
+        for gauges in [&self.device_usage, &self.device_headroom, &self.node_headroom, &self.host_pressure] {
+            gauges.reset();
+        }
+        for counters in [
+            &self.device_errors,
+            &self.device_torn,
+            &self.pod_host_oom,
+            &self.pod_refusals,
+            &self.signals,
+            &self.park_moves,
+            &self.hooks,
+            &self.reclaims,
+            &self.acts,
+        ] {
             counters.reset();
         }
     }
+}
+
+/// A mode as metrics say it.
+const fn mode(mode: Mode) -> &'static str {
+    match mode {
+        Mode::Enforce => "Enforce",
+        Mode::DryRun => "DryRun",
+        Mode::Observe => "Observe",
+    }
+}
+
+/// An act of the agent as metrics say it.
+const fn action(act: ActionType) -> &'static str {
+    match act {
+        ActionType::Unready => "Unready",
+        ActionType::Park => "Park",
+        _ => "RestartInPlace",
+    }
+}
+
+/// What became of an act, as metrics say it.
+const fn outcome(state: ActState) -> &'static str {
+    match state {
+        ActState::Refused => "Refused",
+        ActState::Begun => "Begun",
+        ActState::Done => "Done",
+        ActState::Failed => "Failed",
+        ActState::Undone => "Undone",
+    }
+}
+
+/// The number of a level.
+fn number(level: Level) -> Option<u64> {
+    let place = Level::ALL.iter().position(|known| *known == level)?;
+    u64::try_from(place).ok()
 }
 
 fn set(gauges: &IntGaugeVec, labels: &[&str], value: Option<u64>) {
@@ -470,6 +686,8 @@ impl Maker<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]
@@ -481,11 +699,21 @@ mod tests {
 
     #[test]
     fn metrics_name_the_node_and_nothing_unknown() {
-        let metrics = Metrics::new("n1").unwrap();
+        let metrics = Metrics::new("n1", grant_durations("n1").unwrap()).unwrap();
         metrics.sampled(Duration::from_millis(1), Duration::ZERO);
         let state = tempfile::tempdir().unwrap();
         let pools = Pools::new(state.path(), state.path(), false);
-        let shown = Shown { devices: &[], wards: &Wards::default(), pools: &pools, binds: false };
+        let proc = Path::new("/nowhere");
+        let shown = Shown {
+            devices: &[],
+            wards: &Wards::default(),
+            pools: &pools,
+            parks: &Parks::default(),
+            hooks: &Hooks::open(state.path()),
+            carries: &Carries::new(crate::act::record::Record::open(state.path(), proc)),
+            hosts: &Hosts::default(),
+            binds: false,
+        };
         let text = metrics.render(shown, "580", Gauges::default());
         assert!(text.contains("highwater_samples_total{node=\"n1\"} 1"), "{text}");
         assert!(text.contains("highwater_incidents_open{node=\"n1\"} 0"), "{text}");

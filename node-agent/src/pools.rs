@@ -13,6 +13,8 @@ use highwater_guard_abi::{
     wire::{NotGrantedReason, ToGuard},
 };
 use highwater_policy::{
+    breaker,
+    ledger::Share,
     node_status::PoolFacts,
     pool::{
         Command, Decision, DeviceBytes, DevicePool, Facts, Kind, Outcome, PodDemand, PodReport, Pressure,
@@ -198,6 +200,19 @@ impl Pools {
         self.by_device.get(device).map(|pool| &pool.report)
     }
 
+    /// What is granted of a device's pool.
+    pub(crate) fn share(&self, device: &str) -> Option<Share> {
+        let report = self.report(device)?;
+        breaker::pool_share(report.granted, report.size)
+    }
+
+    /// What is granted to other pods of a device than this, and not used: free, and owed to them.
+    pub(crate) fn owed_to_others(&self, device: &str, pod: &str) -> u64 {
+        let pods = self.report(device).map_or(&[][..], |report| report.pods.as_slice());
+        let others = pods.iter().filter(|report| *report.uid != *pod);
+        others.fold(0, |sum, report| sum.saturating_add(report.granted.saturating_sub(report.used)))
+    }
+
     /// How a pod is in its device's pool.
     pub(crate) fn of_pod(&self, device: &str, pod: &str) -> Option<&PodReport> {
         self.report(device)?.pods.iter().find(|report| *report.uid == *pod)
@@ -353,6 +368,21 @@ impl Pools {
         };
         let decision = pool.state.sample(&facts, now);
         self.carry_out(device, decision, now, wards, order);
+    }
+
+    /// The breaker of a device asks for what is idle, or no longer.
+    pub(crate) fn press(
+        &mut self,
+        device: &Arc<str>,
+        reclaim: bool,
+        now: Millis,
+        wards: &mut Wards,
+        mut order: impl FnMut(Order),
+    ) {
+        let Some(seen) = self.by_device.get_mut(device).and_then(|pool| pool.last.as_mut()) else { return };
+        if std::mem::replace(&mut seen.pressure.reclaim, reclaim) != reclaim {
+            self.look(device, now, wards, &mut order);
+        }
     }
 
     /// Who uses a device changed since it was sampled.

@@ -20,13 +20,16 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::{
+    act::{hook, restart},
     args::Args,
     engine::{Engine, Order, Setup},
     evidence,
     guard::{self, Guards, News},
+    host::{self, Host, Reading, Surveyed, Want},
     http::{self, Ask},
     limits::{Cgroups, Task},
     link::{self, Heard},
+    metrics::grant_durations,
     pod_resources::{self, Snapshot},
     publish::Publisher,
     sampler::{Report, Sampler, Settings},
@@ -59,6 +62,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         proc_root,
         keeper_socket,
         cgroup_root,
+        host_memory_root,
     } = args;
     info!(node = node_name, version = env!("CARGO_PKG_VERSION"), "the agent starts");
     let config = Config::infer().await.context("finding the API server: run in a pod, or set KUBECONFIG")?;
@@ -69,8 +73,16 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     let mut tasks = JoinSet::new();
     raise_descriptors();
     let has_keeper = keeper_socket.is_some();
-    let guarding = guard::Settings { kubelet_root: kubelet_root.clone(), proc_root: proc_root.clone() };
-    let Lines { mut news, mut heard, mut limit_tasks, order } = lines(guarding, keeper_socket, &mut tasks)?;
+    let grants = grant_durations(&node_name).context("making metrics")?;
+    let guarding = guard::Settings {
+        kubelet_root: kubelet_root.clone(),
+        proc_root: proc_root.clone(),
+        grants: grants.clone(),
+    };
+    let host_memory = host::is_unified(&host_memory_root);
+    let host = Arc::new(Host::new(&host_memory_root, proc_root.clone()));
+    let Lines { mut news, mut heard, mut limit_tasks, mut acts, order } =
+        lines(guarding, keeper_socket, host, &mut tasks)?;
 
     let signals = Signals::new(kubelet_root);
     let clock = || (Instant::now(), Timestamp::now());
@@ -81,7 +93,9 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         state_dir,
         proc_root: proc_root.clone(),
         keeper: has_keeper,
-        cgroup2: cgroup_root.join("cgroup.controllers").is_file(),
+        cgroup2: host::is_unified(&cgroup_root),
+        host_memory,
+        grants,
     };
     let mut engine = Engine::new(clock, setup, signals, submit, order).context("registering metrics")?;
 
@@ -142,6 +156,10 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
             Some(heard) = heard.recv() => engine.keeper(heard),
             () = at(deadline) => engine.due(),
             Some(report) = reports.recv() => engine.report(report),
+            Some(answered) = acts.answered.recv() => engine.hooked(answered),
+            Some(outcome) = acts.restarted.recv() => engine.restarted(outcome),
+            Some(surveyed) = acts.surveyed.recv() => engine.surveyed(surveyed),
+            Some(readings) = acts.readings.recv() => engine.host(readings),
             Some(done) = done.recv() => engine.done(done),
             Some(change) = changes.recv() => {
                 if matches!(change, WorldChange::Pod(_)) {
@@ -158,6 +176,14 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
                 engine.tick(&unresponsive, blocked);
                 sampler.stand_down(engine.stands_down());
                 sampler.eager(engine.is_eager());
+                acts.wants.send_if_modified(|wants| {
+                    let now = engine.host_wants();
+                    let differs = **wants != now;
+                    if differs {
+                        *wants = Arc::new(now);
+                    }
+                    differs
+                });
                 if looking.is_empty() && engine.seeks_evidence() {
                     let proc_root = proc_root.clone();
                     looking.spawn_blocking(move || evidence::look(&proc_root));
@@ -193,15 +219,29 @@ struct Lines<F> {
     heard: mpsc::UnboundedReceiver<Heard>,
     /// Limits that the driver is to be given.
     limit_tasks: mpsc::UnboundedReceiver<Task>,
+    /// What came of acts.
+    acts: Outcomes,
     order: F,
+}
+
+/// What the loop hears of the tasks that do what takes time.
+struct Outcomes {
+    answered: mpsc::UnboundedReceiver<hook::Answered>,
+    restarted: mpsc::UnboundedReceiver<restart::Outcome>,
+    surveyed: mpsc::UnboundedReceiver<Surveyed>,
+    readings: mpsc::UnboundedReceiver<Vec<Reading>>,
+    /// Whose host memory is to be read.
+    wants: watch::Sender<Arc<Vec<Want>>>,
 }
 
 /// Starts the thread that serves guards, and the line to the keeper.
 fn lines(
     guarding: guard::Settings,
     keeper_socket: Option<PathBuf>,
+    host: Arc<Host>,
     tasks: &mut JoinSet<&'static str>,
 ) -> anyhow::Result<Lines<impl FnMut(Order) + 'static>> {
+    let proc_root: Arc<std::path::Path> = guarding.proc_root.as_path().into();
     let (news_send, news) = mpsc::unbounded_channel();
     // The loop ended: so will the thread.
     let guards = Guards::start(guarding, move |news| drop(news_send.send(news)))
@@ -216,13 +256,37 @@ fn lines(
         });
     }
     let (limits_send, limit_tasks) = mpsc::unbounded_channel();
+    let (calls_send, calls) = mpsc::unbounded_channel();
+    let (answered_send, answered) = mpsc::unbounded_channel();
+    tasks.spawn(async {
+        hook::run(calls, answered_send).await;
+        "hooks"
+    });
+    let (restarts_send, restarts) = mpsc::unbounded_channel();
+    let (restarted_send, restarted) = mpsc::unbounded_channel();
+    tasks.spawn(async {
+        restart::run(proc_root, restarts, restarted_send).await;
+        "restarts in place"
+    });
+    let (surveys_send, surveys) = mpsc::unbounded_channel();
+    let (surveyed_send, surveyed) = mpsc::unbounded_channel();
+    let (readings_send, readings) = mpsc::unbounded_channel();
+    let (wants, wanted) = watch::channel(Arc::new(Vec::new()));
+    tasks.spawn(async {
+        host::run(host, wanted, surveys, readings_send, surveyed_send).await;
+        "reading host memory"
+    });
     let order = move |order| match order {
         Order::Guard(order) => guards.order(order),
         // Without a keeper nobody listens.
         Order::Keeper(order) => drop(keeper_send.send(order)),
         Order::Limit(task) => drop(limits_send.send(task)),
+        Order::Hook(call) => drop(calls_send.send(call)),
+        Order::Restart(order) => drop(restarts_send.send(order)),
+        Order::Survey(survey) => drop(surveys_send.send(survey)),
     };
-    Ok(Lines { news, heard, limit_tasks, order })
+    let acts = Outcomes { answered, restarted, surveyed, readings, wants };
+    Ok(Lines { news, heard, limit_tasks, acts, order })
 }
 
 /// Waits until then; for ever if that is never.

@@ -42,6 +42,10 @@ pub(crate) struct Pressure {
     /// After this time a stronger act may follow.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) deadline: Option<Timestamp>,
+    /// Until when the pod's readiness probe is to fail, in milliseconds since the epoch. Absent, or past: it is
+    /// ready.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) unready_until: Option<u64>,
     /// When this was written.
     pub(crate) at: Timestamp,
 }
@@ -223,6 +227,7 @@ mod tests {
             limit_bytes: Some(8 << 30),
             batch_advice: BatchAdvice::at(level),
             deadline: Some("2026-01-02T03:04:05Z".parse().unwrap()),
+            unready_until: Some(1_767_323_045_000),
             at: "2026-01-02T03:04:00Z".parse().unwrap(),
         }
     }
@@ -241,6 +246,7 @@ mod tests {
                 "limitBytes": 8_589_934_592_u64,
                 "batchAdvice": {"numerator": 7, "denominator": 10, "minimum": 2},
                 "deadline": "2026-01-02T03:04:05Z",
+                "unreadyUntil": 1_767_323_045_000_u64,
                 "at": "2026-01-02T03:04:00Z",
             })
         );

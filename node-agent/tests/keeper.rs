@@ -543,7 +543,7 @@ async fn a_probe_tells_what_the_keeper_of_this_container_is_at() {
     eventually("a healthy keeper", async || node.probe().status.success()).await;
     let status: keeper_protocol::Status = serde_json::from_slice(&node.probe().stdout).unwrap();
     assert_eq!(status.phase, Phase::Holding);
-    // In this PID namespace the first keeper goes on answering.
+    // In this mount namespace the first keeper goes on answering.
     let _second = node.keeper().await;
     eventually("standing by", async || {
         let probe = node.probe();

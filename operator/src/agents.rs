@@ -1,7 +1,7 @@
 //! Which nodes have an agent that is Ready, and since when not.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::{Mutex, PoisonError},
 };
 
@@ -40,6 +40,15 @@ impl Context {
             .state_filter(|pod| is_agent(pod, &self.release_namespace) && is_ready_on(pod, node))
             .is_empty();
         self.agents.away(node, ready, Instant::now())
+    }
+}
+
+impl Context {
+    /// The nodes that have a Ready agent.
+    pub(crate) fn nodes_with_agent(&self) -> HashSet<String> {
+        let agents = self.stores.pods.state_filter(|pod| is_agent(pod, &self.release_namespace));
+        let node = |pod: &Pod| pod.spec.as_ref().and_then(|s| s.node_name.clone());
+        agents.iter().filter_map(|pod| node(pod).filter(|node| is_ready_on(pod, node))).collect()
     }
 }
 

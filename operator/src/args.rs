@@ -6,8 +6,8 @@ use anyhow::Context as _;
 use clap::{Args as ClapArgs, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
-/// Turns GpuMemoryPolicies into node plans, decides about incidents within budgets, and taints
-/// nodes under memory pressure.
+/// Turns GpuMemoryPolicies into node plans, decides about incidents within budgets, drains nodes, and
+/// taints nodes or devices under memory pressure.
 #[derive(Debug, Parser)]
 #[command(name = "operator", version)]
 pub(crate) struct Args {
@@ -25,8 +25,8 @@ pub(crate) enum Command {
     /// Run the operator (the default).
     #[default]
     Run,
-    /// Before an uninstall: stop the running operators' writes, and remove our taints, labels and
-    /// plans. Refuses, with exit status 3, while pods have the guard's volume.
+    /// Before an uninstall: stop the running operators' writes, and remove our taints, cordons, labels
+    /// and plans. Refuses, with exit status 3, while pods have the guard's volume.
     Cleanup {
         /// Go on although pods have the guard's volume: they go on running under it, new ones cannot
         /// start, and none of them can end cleanly before the volume server is installed again.

@@ -12,12 +12,16 @@ use crate::context::Key;
 pub(crate) struct Claim {
     pub(crate) device: String,
     pub(crate) subject: String,
+    /// Whether the act takes nothing from the pod and may be under way for long.
+    pub(crate) gentle: bool,
 }
 
 impl Claim {
-    /// Whether the two acts may not be under way at once.
-    pub(crate) fn excludes(&self, other: &Self) -> bool {
-        self.subject == other.subject || self.device == other.device
+    /// Whether this act may not begin while the other is under way: one act a pod, and one a device.
+    /// A gentle act on another pod does not count, nor on the same pod against one that is not.
+    pub(crate) fn waits_for(&self, other: &Self) -> bool {
+        (self.subject == other.subject && (self.gentle || !other.gentle))
+            || (self.device == other.device && !other.gentle)
     }
 }
 
@@ -28,7 +32,7 @@ impl Claims {
     /// Claims a pod and a device for the act of an incident. False where another holds either.
     pub(crate) fn take(&self, key: &Key, claim: &Claim) -> bool {
         let mut claims = self.lock();
-        if claims.iter().any(|(other, held)| other != key && claim.excludes(held)) {
+        if claims.iter().any(|(other, held)| other != key && claim.waits_for(held)) {
             return false;
         }
         claims.insert(key.clone(), claim.clone());
@@ -71,7 +75,11 @@ mod tests {
     #[test]
     fn one_act_a_device_and_a_pod() {
         let claims = Claims::default();
-        let claim = |device: &str, subject: &str| Claim { device: device.into(), subject: subject.into() };
+        let claim = |device: &str, subject: &str| Claim {
+            device: device.into(),
+            subject: subject.into(),
+            gentle: false,
+        };
         let key = |name: &str| ("team".to_owned(), name.to_owned());
         assert!(claims.take(&key("a"), &claim("d1", "p1")));
         assert!(claims.take(&key("a"), &claim("d1", "p1")), "its own claim is no obstacle");
@@ -82,5 +90,19 @@ mod tests {
         claims.release(&key("a"));
         assert!(claims.take(&key("b"), &claim("d1", "p3")));
         assert_eq!(claims.others(&key("b")), [("d".to_owned(), claim("d2", "p2"))]);
+    }
+
+    #[test]
+    fn a_gentle_act_holds_up_only_its_like_on_the_same_pod() {
+        let claims = Claims::default();
+        let on = |pod: &str, gentle| Claim { device: "d".into(), subject: pod.into(), gentle };
+        let claim = |gentle| on("p", gentle);
+        let key = |name: &str| ("team".to_owned(), name.to_owned());
+        assert!(claims.take(&key("unready"), &claim(true)));
+        assert!(!claims.take(&key("again"), &claim(true)));
+        assert!(claims.take(&key("neighbour"), &on("q", true)));
+        assert!(claims.take(&key("restart"), &claim(false)));
+        claims.release(&key("unready"));
+        assert!(!claims.take(&key("unready"), &claim(true)));
     }
 }

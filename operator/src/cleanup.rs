@@ -29,7 +29,7 @@ use tracing::{info, warn};
 use crate::{
     args::Settings,
     error::{CALL_SECONDS, Error, call, code},
-    node_controller::{labels, taint},
+    node_controller::{cordon, device_taint, labels, reset, taint},
     run::client,
     uninstall,
 };
@@ -76,8 +76,8 @@ impl fmt::Display for StillGuarded {
     }
 }
 
-/// Marks the release as being uninstalled, then removes our taints and labels and empties the plans
-/// until none is left. The mark is renewed all the while, and outlasts the operators.
+/// Marks the release as being uninstalled, then removes our taints, cordons, requests and labels and
+/// empties the plans until none is left. The mark is renewed all the while, and outlasts the operators.
 pub(crate) async fn cleanup(settings: Settings, abandon_guard_volumes: bool) -> anyhow::Result<()> {
     clean(&client().await?, &settings.namespace, abandon_guard_volumes).await
 }
@@ -111,34 +111,54 @@ async fn undo(client: &Client) -> anyhow::Result<()> {
     sleep(WRITES_HAVE_ENDED).await;
     for _ in 0..ROUNDS {
         let (touched, planned) = (touched_nodes(client).await?, planned_nodes(client).await?);
-        if touched.is_empty() && planned.is_empty() {
+        let rules = device_taint::ours(client).await?;
+        if touched.is_empty() && planned.is_empty() && rules.is_empty() {
             info!("nothing of ours is left on the nodes");
             return Ok(());
+        }
+        for (resource, rule) in &rules {
+            let api: Api<DynamicObject> = Api::all_with(client.clone(), resource);
+            device_taint::remove(&api, rule).await?;
         }
         let restore = |node: Touched| async move { restore(client, &node).await };
         stream::iter(touched.clone()).map(restore).buffer_unordered(WIDTH).try_collect::<()>().await?;
         let empty = |node: String| async move { empty(client, &node).await };
         stream::iter(planned.clone()).map(empty).buffer_unordered(WIDTH).try_collect::<()>().await?;
-        info!(nodes = touched.len(), plans = planned.len(), "removed what was ours");
+        let (nodes, plans, rules) = (touched.len(), planned.len(), rules.len());
+        info!(nodes, plans, rules, "removed what was ours");
     }
-    anyhow::bail!("something sets taints, labels or plans again: stop it, then uninstall again")
+    anyhow::bail!("something sets taints, cordons, labels or plans again: stop it, then uninstall again")
 }
 
 /// A node that has something of ours.
 #[derive(Clone, Debug)]
+#[allow(clippy::struct_excessive_bools)] // independent facts
 struct Touched {
     meta: ObjectMeta,
     tainted: bool,
     labelled: bool,
+    cordoned: bool,
+    reset_requested: bool,
+}
+
+impl Touched {
+    fn any(&self) -> bool {
+        self.tainted || self.labelled || self.cordoned || self.reset_requested
+    }
 }
 
 async fn touched_nodes(client: &Client) -> anyhow::Result<Vec<Touched>> {
     let api: Api<Node> = Api::all(client.clone());
     let touched = |node: &Node| {
-        let (tainted, labelled) = (taint::present(node).is_some(), labels::are_ours(node));
         let ObjectMeta { name, uid, .. } = node.metadata.clone();
-        let meta = ObjectMeta { name, uid, ..ObjectMeta::default() };
-        (tainted || labelled).then_some(Touched { meta, tainted, labelled })
+        let touched = Touched {
+            meta: ObjectMeta { name, uid, ..ObjectMeta::default() },
+            tainted: taint::present(node).is_some(),
+            labelled: labels::are_ours(node),
+            cordoned: cordon::annotation(node).is_some(),
+            reset_requested: reset::present(node).is_some(),
+        };
+        touched.any().then_some(touched)
     };
     Ok(find("list the nodes", &api, touched).await?)
 }
@@ -215,6 +235,12 @@ async fn undo_on(client: &Client, node: &Touched, name: &str) -> Result<(), Erro
     if node.tainted {
         taint::write(client, name, TaintChange::Remove, async { Ok(()) }).await?;
     }
+    if node.cordoned {
+        cordon::release(client, name, |_| true).await?;
+    }
+    if node.reset_requested {
+        reset::write(client, &node.meta, None).await?;
+    }
     if node.labelled {
         labels::write(client, &node.meta, &labels::Set::new()).await?;
     }
@@ -282,13 +308,35 @@ mod tests {
         let (client, asked) =
             scripted(json!({"kind": "Node", "apiVersion": "v1", "metadata": {"name": "n1"}}));
         let meta = ObjectMeta { name: Some("n1".into()), uid: Some("u".into()), ..ObjectMeta::default() };
-        undo_on(&client, &Touched { meta, tainted: false, labelled: true }, "n1").await.unwrap();
+        let node = Touched { meta, tainted: false, labelled: true, cordoned: false, reset_requested: false };
+        undo_on(&client, &node, "n1").await.unwrap();
         let asked = asked.lock().unwrap().clone();
         let [(what, body)] = &asked[..] else { panic!("{asked:?}") };
         assert!(what.starts_with("PATCH /api/v1/nodes/n1?"), "{what}");
         assert!(what.contains("fieldManager=highwater-operator%2Fstrength"), "{what}");
         let body: Value = serde_json::from_str(body).unwrap();
         assert_eq!(body["metadata"], json!({"name": "n1", "uid": "u", "labels": {}}));
+    }
+
+    #[tokio::test]
+    async fn a_cordon_of_ours_goes_and_its_annotation_with_it() {
+        let (client, asked) = scripted(json!({"kind": "Node", "apiVersion": "v1",
+            "metadata": {"name": "n1", "resourceVersion": "7",
+                "annotations": {"highwater.dev/cordoned-for": "hw/i/u", "highwater.dev/reset-requested": "GPU-1"}},
+            "spec": {"unschedulable": true}}));
+        let meta = ObjectMeta { name: Some("n1".into()), uid: Some("u".into()), ..ObjectMeta::default() };
+        let node = Touched { meta, tainted: false, labelled: false, cordoned: true, reset_requested: true };
+        undo_on(&client, &node, "n1").await.unwrap();
+        let asked = asked.lock().unwrap().clone();
+        let [(read, _), (uncordon, first), (withdraw, second)] = &asked[..] else { panic!("{asked:?}") };
+        assert_eq!(read, "GET /api/v1/nodes/n1");
+        assert!(uncordon.starts_with("PATCH /api/v1/nodes/n1?") && withdraw.starts_with("PATCH"));
+        let first: Value = serde_json::from_str(first).unwrap();
+        assert_eq!(first["spec"], json!({"unschedulable": null}));
+        assert_eq!(first["metadata"]["annotations"], json!({"highwater.dev/cordoned-for": null}));
+        assert_eq!(first["metadata"]["resourceVersion"], "7");
+        let second: Value = serde_json::from_str(second).unwrap();
+        assert_eq!(second["metadata"]["annotations"], json!({"highwater.dev/reset-requested": null}));
     }
 
     #[test]

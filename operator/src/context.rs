@@ -34,10 +34,10 @@ use crate::{
     claims::Claims,
     error::Error,
     events::Events,
-    incident_controller::{Refusals, Reservations},
+    incident_controller::{Leases, Refusals, Reservations},
     leader::Leadership,
     metrics::Metrics,
-    node_controller::labels::Told,
+    node_controller::{device_taint::DeviceTaints, labels::Told},
     queue::{Again, Queue},
     uninstall,
     written::Written,
@@ -63,8 +63,21 @@ pub(crate) struct Context {
     pub(crate) reservations: Reservations,
     /// The labels of nodes that were written.
     pub(crate) told: Told,
+    pub(crate) device_taints: DeviceTaints,
+    pub(crate) leases: Leases,
+    /// Why the whole fleet stands still, if it does.
+    pub(crate) halted: watch::Sender<Option<Halt>>,
     /// What the policies come to, as last resolved.
     pub(crate) known: watch::Receiver<Arc<Known>>,
+}
+
+/// The whole fleet stands still.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Halt {
+    /// The policy whose share was passed.
+    pub(crate) policy: String,
+    /// Why, with the numbers.
+    pub(crate) why: String,
 }
 
 /// What the policies come to. Plans are here before any agent can have followed them.

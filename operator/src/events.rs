@@ -1,9 +1,12 @@
 //! Events on pods and incidents. They are sent beside the reconciliation, which never waits for
 //! them; what cannot be sent is counted.
 
-use highwater_crds::{Decision, DecisionState, Evidence, GpuMemoryIncident, names};
+use highwater_crds::{
+    ActionType, Decision, DecisionState, Evidence, GpuMemoryIncident, GpuMemoryPolicy, names,
+};
+use highwater_policy::remediation::{FLEET_HALTED, TICKET_NEEDED};
 use jiff::SignedDuration;
-use k8s_openapi::api::core::v1::{Node, ObjectReference};
+use k8s_openapi::api::core::v1::{Node, ObjectReference, Pod};
 use kube::{
     Client, Resource,
     runtime::events::{Event, EventType, Recorder, Reporter},
@@ -48,6 +51,9 @@ impl Events {
 
     /// Tells of a decision, on the incident and on its pod.
     pub(crate) fn decided(&self, incident: &GpuMemoryIncident, decision: &Decision) {
+        if decision.reason == FLEET_HALTED {
+            return; // told once, of the policy, and not a thousand times
+        }
         let reference = incident.object_ref(&());
         let event = |secondary| Event {
             type_: match decision.state {
@@ -70,7 +76,63 @@ impl Events {
                 ..ObjectReference::default()
             };
             self.send(event(Some(reference)), pod);
+        } else if incident.spec.proposed.action == ActionType::Drain {
+            let node = ObjectReference {
+                api_version: Some("v1".to_owned()),
+                kind: Some("Node".to_owned()),
+                name: Some(incident.spec.node.clone()),
+                ..ObjectReference::default()
+            };
+            self.send(event(Some(reference)), node);
         }
+    }
+
+    /// Tells on a workload that restarting it does not help.
+    pub(crate) fn ticket(&self, incident: &GpuMemoryIncident, workload: ObjectReference, why: &str) {
+        let event = Event {
+            type_: EventType::Warning,
+            reason: TICKET_NEEDED.to_owned(),
+            note: Some(why.chars().take(1000).collect()),
+            action: "Restart".to_owned(),
+            secondary: Some(incident.object_ref(&())),
+        };
+        self.send(event, workload);
+    }
+
+    /// Tells on a policy that so much of the fleet is condemned that nothing is done.
+    pub(crate) fn fleet_halted(&self, policy: &GpuMemoryPolicy, why: &str) {
+        let event = Event {
+            type_: EventType::Warning,
+            reason: FLEET_HALTED.to_owned(),
+            note: Some(why.chars().take(1000).collect()),
+            action: "Halt".to_owned(),
+            secondary: None,
+        };
+        self.send(event, policy.object_ref(&()));
+    }
+
+    /// Tells on a node what became of its cordon, a taint of a device, or a request for a reset.
+    pub(crate) fn on_node(&self, node: &Node, reason: &str, action: &str, text: &str) {
+        let event = Event {
+            type_: EventType::Normal,
+            reason: reason.to_owned(),
+            note: Some(text.chars().take(1000).collect()),
+            action: action.to_owned(),
+            secondary: None,
+        };
+        self.send(event, node.object_ref(&()));
+    }
+
+    /// Tells of a pod that a drain evicts, or of what kept it.
+    pub(crate) fn drained(&self, incident: &GpuMemoryIncident, pod: &Pod, text: &str) {
+        let event = Event {
+            type_: EventType::Warning,
+            reason: "Drained".to_owned(),
+            note: Some(text.chars().take(1000).collect()),
+            action: "Evict".to_owned(),
+            secondary: Some(incident.object_ref(&())),
+        };
+        self.send(event, pod.object_ref(&()));
     }
 
     fn send(&self, event: Event, about: ObjectReference) {

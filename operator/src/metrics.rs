@@ -18,6 +18,7 @@ pub(crate) struct Metrics {
     pub(crate) reconcile_errors: IntCounterVec,
     pub(crate) watch_errors: IntCounterVec,
     pub(crate) fleet_halted: IntGauge,
+    pub(crate) redirections: IntCounterVec,
     pub(crate) reaction: Histogram,
 }
 
@@ -94,14 +95,22 @@ impl Metrics {
                 r,
                 IntGauge::new(
                     "highwater_fleet_halted",
-                    "1 while so many devices have a pod to be restarted that nothing is done.",
+                    "1 while so many devices or nodes are to be acted on that nothing is done.",
+                ),
+            )?,
+            redirections: register(
+                r,
+                counters(
+                    "highwater_redirections_total",
+                    "Searches for room before a drain by what came of them.",
+                    &["outcome"],
                 ),
             )?,
             reaction: register(
                 r,
                 histogram(
                     "highwater_reaction_seconds",
-                    "Time from the sample that satisfied a hold to the accepted eviction.",
+                    "Time from the sample that satisfied a hold to the accepted eviction, or to the cordon.",
                     vec![0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0],
                 ),
             )?,

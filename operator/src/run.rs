@@ -23,10 +23,10 @@ use crate::{
     context::{Context, Signals, Stores},
     events::{self, Events},
     http::{self, Ready},
-    incident_controller::{self, Refusals, Reservations},
+    incident_controller::{self, Leases, Refusals, Reservations},
     leader::{self, Leadership},
     metrics::Metrics,
-    node_controller::{self, labels::Told},
+    node_controller::{self, device_taint::DeviceTaints, labels::Told},
     policy_controller,
     queue::Queue,
     watch as watches,
@@ -66,6 +66,9 @@ pub(crate) async fn run(settings: Settings) -> anyhow::Result<()> {
         written: Written::default(),
         reservations: Reservations::default(),
         told: Told::default(),
+        device_taints: DeviceTaints::default(),
+        leases: Leases::default(),
+        halted: watch::channel(None).0,
         known,
     });
 
@@ -123,6 +126,7 @@ async fn follow_leadership(ctx: Arc<Context>, stop: CancellationToken) {
         let leads = tokio::select! { () = stop.cancelled() => return, leads = leader.changed() => leads };
         ctx.metrics.leader.set(i64::from(leads));
         ctx.claims.clear();
+        ctx.device_taints.clear().await;
         incident_controller::show_halt(&ctx);
         if leads {
             ctx.wake_all();

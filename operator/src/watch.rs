@@ -1,7 +1,7 @@
 //! Keeps the stores up to date and says what has to be looked at.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     fmt::Debug,
     hash::{DefaultHasher, Hash, Hasher},
     sync::Arc,
@@ -9,8 +9,15 @@ use std::{
 };
 
 use futures::StreamExt;
-use highwater_crds::names;
-use k8s_openapi::api::core::v1::{Node, NodeSpec, Pod, PodSpec, PodStatus};
+use highwater_crds::{GpuMemoryIncident, names};
+use highwater_policy::{
+    drain,
+    remediation::{Carrier, carrier},
+};
+use k8s_openapi::{
+    api::core::v1::{Container, Node, NodeSpec, NodeStatus, Pod, PodSpec, PodStatus, ResourceRequirements},
+    apimachinery::pkg::api::resource::Quantity,
+};
 use kube::{
     Api, Resource,
     core::{DeserializeGuard, NamespaceResourceScope, PartialObjectMeta},
@@ -27,9 +34,12 @@ use tracing::warn;
 
 use crate::{
     agents::{LABELS, is_agent},
-    context::{Context, Writers, key},
+    context::{Context, Writers, is_open, key},
     incident_controller::show_halt,
 };
+
+/// Annotation that the kubelet puts on the API's copy of a static pod.
+const MIRROR: &str = "kubernetes.io/config.mirror";
 
 /// Starts every watch. None of them ends by itself.
 pub(crate) fn spawn(tasks: &mut JoinSet<anyhow::Result<()>>, ctx: &Arc<Context>, writers: Writers) {
@@ -48,7 +58,15 @@ pub(crate) fn spawn(tasks: &mut JoinSet<anyhow::Result<()>>, ctx: &Arc<Context>,
         match &guard.0 {
             Ok(incident) => {
                 ctx.signals.incidents.add(key(&incident.metadata));
-                ctx.wake_incidents(|i| i.spec.device == incident.spec.device);
+                // One drain less: another may begin.
+                let ended = !is_open(incident);
+                ctx.wake_incidents(|i| {
+                    i.spec.device == incident.spec.device || (ended && both_drain(i, incident))
+                });
+                if carrier(&incident.spec.proposed) == Carrier::Drain {
+                    // Its cordon, and its request for a reset, stand and fall with it.
+                    ctx.signals.nodes.add(incident.spec.node.clone());
+                }
             }
             Err(invalid) => {
                 let (namespace, name) = key(&invalid.metadata);
@@ -81,7 +99,11 @@ pub(crate) fn spawn(tasks: &mut JoinSet<anyhow::Result<()>>, ctx: &Arc<Context>,
             ctx.signals.nodes.add(node);
         }
         let uid = pod.metadata.uid.as_deref();
-        ctx.wake_incidents(|i| i.spec.subject.as_ref().map(|s| s.uid.as_str()) == uid);
+        let node = pod.spec.as_ref().and_then(|s| s.node_name.as_deref()).filter(|_| drain::uses_gpu(pod));
+        ctx.wake_incidents(|i| match &i.spec.subject {
+            Some(subject) => Some(subject.uid.as_str()) == uid,
+            None => carrier(&i.spec.proposed) == Carrier::Drain && Some(i.spec.node.as_str()) == node,
+        });
     });
     watches.all(writers.replica_sets, strip_owner, |_, _, _| {});
     watches.all(writers.stateful_sets, strip_owner, |_, _, _| {});
@@ -125,6 +147,11 @@ impl Watches<'_> {
         let config = watcher::Config::default().fields(&format!("metadata.name={name}"));
         self.tasks.spawn(reflect(Arc::clone(self.ctx), api, config, writer, drop_managed, |_, _, _| {}));
     }
+}
+
+/// Whether one of two drains may wait for the other.
+fn both_drain(one: &GpuMemoryIncident, other: &GpuMemoryIncident) -> bool {
+    [one, other].into_iter().all(|i| carrier(&i.spec.proposed) == Carrier::Drain)
 }
 
 /// What happened to an object.
@@ -213,10 +240,12 @@ impl Changes {
 fn node_facts(node: &Node) -> impl Hash {
     let taints = node.spec.iter().flat_map(|s| s.taints.iter().flatten());
     let ours = taints.filter(|t| t.key == names::PRESSURE_TAINT);
+    let annotation = |key| node.metadata.annotations.as_ref().and_then(|a| a.get(key)).cloned();
     (
         node.metadata.uid.clone(),
         node.metadata.labels.clone(),
-        node.metadata.annotations.as_ref().and_then(|a| a.get(names::PAUSED)).cloned(),
+        [names::PAUSED, names::CORDONED_FOR, names::RESET_REQUESTED].map(annotation),
+        node.spec.as_ref().and_then(|s| s.unschedulable),
         ours.map(|t| t.value.clone()).collect::<Vec<_>>(),
         node.metadata.deletion_timestamp.is_some(),
     )
@@ -235,19 +264,68 @@ fn strip_owner<K: Resource>(object: &mut K) {
 
 fn strip_node(node: &mut Node) {
     drop_managed(node);
-    node.status = None;
-    node.spec = node.spec.take().map(|s| NodeSpec { taints: s.taints, ..NodeSpec::default() });
+    node.status = node
+        .status
+        .take()
+        .map(|status| NodeStatus { allocatable: status.allocatable.map(of_gpus), ..NodeStatus::default() });
+    node.spec = node.spec.take().map(|s| NodeSpec {
+        taints: s.taints,
+        unschedulable: s.unschedulable,
+        ..NodeSpec::default()
+    });
 }
 
-/// Keeps what counts for `maxUnavailable`, and what tells an agent.
+/// Of quantities those of GPUs.
+fn of_gpus(mut quantities: BTreeMap<String, Quantity>) -> BTreeMap<String, Quantity> {
+    quantities.retain(|name, _| drain::is_gpu(name));
+    quantities
+}
+
+/// Of a pod's containers what they ask for of GPUs.
+fn strip_containers(containers: Vec<Container>) -> Vec<Container> {
+    let stripped = containers.into_iter().map(|container| Container {
+        name: container.name,
+        resources: container.resources.map(|r| ResourceRequirements {
+            limits: r.limits.map(of_gpus),
+            ..ResourceRequirements::default()
+        }),
+        ..Container::default()
+    });
+    stripped
+        .filter(|c| c.resources.as_ref().and_then(|r| r.limits.as_ref()).is_some_and(|l| !l.is_empty()))
+        .collect()
+}
+
+/// Keeps what counts for `maxUnavailable`, what tells an agent, and, of a pod that uses a GPU, what a
+/// drain has to know of it.
 fn strip_pod(pod: &mut Pod) {
+    let uses_gpu = drain::uses_gpu(pod);
+    let annotations = pod.metadata.annotations.take().filter(|_| uses_gpu).map(|mut annotations| {
+        annotations.retain(|key, _| [names::PAUSED, MIRROR].contains(&key.as_str()));
+        annotations
+    });
     let kept = pod.metadata.labels.take().map(|mut labels| {
         labels.retain(|key, value| LABELS.contains(&(key.as_str(), value.as_str())));
         labels
     });
     strip_owner(pod);
     pod.metadata.labels = kept.filter(|labels| !labels.is_empty());
-    pod.spec = pod.spec.take().map(|s| PodSpec { node_name: s.node_name, ..PodSpec::default() });
+    pod.metadata.annotations = annotations.filter(|annotations| !annotations.is_empty());
+    pod.spec = pod.spec.take().map(|s| {
+        let stripped = PodSpec { node_name: s.node_name, ..PodSpec::default() };
+        if !uses_gpu {
+            return stripped;
+        }
+        PodSpec {
+            containers: strip_containers(s.containers),
+            init_containers: s.init_containers.map(strip_containers),
+            resource_claims: s.resource_claims,
+            node_selector: s.node_selector,
+            priority: s.priority,
+            priority_class_name: s.priority_class_name,
+            ..stripped
+        }
+    });
     pod.status = pod.status.take().map(|mut status| PodStatus {
         phase: status.phase,
         conditions: status.conditions.take().map(|mut conditions| {
@@ -291,6 +369,25 @@ mod tests {
         assert!(change(&node("b", "Emergency")));
         assert!(heard(&node("b", "Emergency"), News::Deleted));
         assert!(heard(&node("b", "Emergency"), News::Applied), "one that comes back is new");
+    }
+
+    #[test]
+    fn a_pod_that_uses_a_gpu_keeps_what_a_drain_asks_for() {
+        let mut pod: Pod = serde_json::from_value(json!({
+            "metadata": {"name": "p", "uid": "u", "annotations": {names::PAUSED: "true", "a": "b"}},
+            "spec": {"nodeName": "n1", "priority": 7, "nodeSelector": {"pool": "a"}, "containers": [
+                {"name": "side", "image": "i"},
+                {"name": "c", "image": "i", "resources": {"limits": {"nvidia.com/gpu": "2", "cpu": "1"}}}]},
+        }))
+        .unwrap();
+        strip_pod(&mut pod);
+        assert!(drain::uses_gpu(&pod));
+        let facts = highwater_policy::pod::PodFacts::parse(&pod);
+        assert!(facts.paused && facts.priority == 7);
+        let spec = pod.spec.unwrap();
+        assert!(spec.node_selector.is_some() && spec.containers.len() == 1);
+        assert_eq!(spec.containers[0].image, None);
+        assert_eq!(pod.metadata.annotations.unwrap().len(), 1);
     }
 
     #[test]

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use highwater_crds::{Budget, RateScope};
+use highwater_crds::{ActionType, Budget, Proposal, RateScope};
 use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
 
@@ -19,6 +19,12 @@ const CAPACITY: usize = 3000;
 /// A token as young as this counts as a pod that is down, whatever the pod's state: the news of
 /// an act takes this long at most to come back as the state of its pods.
 const SETTLING: SignedDuration = SignedDuration::from_secs(10);
+/// How soon after a restart memory runs high again where the restart did not help.
+pub const IN_VAIN_WITHIN: SignedDuration = SignedDuration::from_secs(3600);
+/// How long tokens are kept at least, so that two restarts in a row are remembered.
+const REMEMBERED: SignedDuration = SignedDuration::from_secs(2 * 3600);
+/// Times of creation are whole seconds, rounded down.
+const CREATION_ROUNDED: SignedDuration = SignedDuration::from_secs(1);
 /// Fewer condemned devices than this never halt the fleet: in a small fleet one device is already
 /// a large share of it.
 pub const HALT_AT_LEAST: usize = 3;
@@ -49,15 +55,62 @@ pub struct Token {
     pub namespace: String,
     /// The node.
     pub node: String,
-    /// UID of the pod.
+    /// UID of the pod. Empty where the act is a cordon.
     pub pod: String,
+    /// What the act is. None: a version wrote it that did not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub act: Option<Act>,
+    /// When the pod was created.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub born: Option<Timestamp>,
     /// Until when it is kept at least: the longest window of any policy when it was reserved. A
     /// policy that is away for a while does not shorten the memory of the others' acts.
     #[serde(rename = "keepUntil", default, skip_serializing_if = "Option::is_none")]
     pub keep_until: Option<Timestamp>,
 }
 
+/// What a token was spent on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Act {
+    /// Eviction of a pod, so that its owner starts it anew.
+    Restart,
+    /// Restart of a pod's containers where they are.
+    RestartInPlace,
+    /// A pod taken out of its Services.
+    Unready,
+    /// GPU memory of a pod moved to the host.
+    Park,
+    /// A node cordoned, or a pod evicted from it.
+    Drain,
+}
+
+impl Act {
+    /// The act that an incident proposes. None for those that need no token.
+    pub const fn of(proposed: &Proposal) -> Option<Self> {
+        match proposed.action {
+            ActionType::Unready => Some(Self::Unready),
+            ActionType::Park => Some(Self::Park),
+            ActionType::Restart if proposed.in_place => Some(Self::RestartInPlace),
+            ActionType::Restart => Some(Self::Restart),
+            ActionType::Drain => Some(Self::Drain),
+            ActionType::Signal | ActionType::Hook | ActionType::Freeze | ActionType::Reclaim => None,
+        }
+    }
+}
+
 impl Token {
+    /// Whether this pod came out of the restart that the token was spent on.
+    fn led_to(&self, pod: &str, born: Option<Timestamp>) -> bool {
+        match self.act {
+            Some(Act::RestartInPlace) => self.pod == pod,
+            Some(Act::Restart) => {
+                let born = born.and_then(|born| born.checked_add(CREATION_ROUNDED).ok());
+                self.pod != pod && born.is_some_and(|born| born > self.at)
+            }
+            _ => false,
+        }
+    }
+
     fn is_kept(&self, now: Timestamp, window: SignedDuration) -> bool {
         now.duration_since(self.at) <= window || self.keep_until.is_some_and(|until| now <= until)
     }
@@ -94,6 +147,12 @@ impl TokenLedger {
         self.tokens.len()
     }
 
+    /// Drops the tokens that nothing counts any more.
+    fn forget(&mut self, now: Timestamp, longest_window_minutes: i32) {
+        let window = window(longest_window_minutes);
+        self.tokens.retain(|_, token| token.is_kept(now, window));
+    }
+
     /// Whether there is no token.
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
@@ -104,9 +163,41 @@ impl TokenLedger {
         self.tokens.contains_key(key)
     }
 
+    /// Whether an incident has a token beside this one, but for those that were spent in vain.
+    pub fn has_other(&self, incident_uid: &str, key: &str, in_vain: impl Fn(&Token) -> bool) -> bool {
+        let own = |k: &str| k.strip_prefix(incident_uid).is_some_and(|rest| rest.starts_with('/'));
+        self.tokens.iter().any(|(k, token)| k != key && own(k) && !in_vain(token))
+    }
+
     /// The tokens.
     pub fn tokens(&self) -> impl Iterator<Item = &Token> {
         self.tokens.values()
+    }
+
+    /// Why another restart of a workload would be in vain, if it would: its memory ran high again
+    /// within [`IN_VAIN_WITHIN`] of a restart, twice in a row. `own` is the token that would be
+    /// reserved under `key`, with the time at which memory ran high. Only pods that came out of a
+    /// restart count against it: several replicas that are over at once are not one that comes back.
+    pub fn in_vain(&self, key: &str, own: &Token) -> Option<String> {
+        let workload = |t: &Token| (&t.namespace, &t.workload) == (&own.namespace, &own.workload);
+        let restarts: Vec<&Token> =
+            self.tokens.iter().filter(|(k, t)| *k != key && workload(t)).map(|(_, t)| t).collect();
+        let came_back = |earlier: &Token, later: &Token| {
+            let after = later.at.duration_since(earlier.at);
+            after.is_positive() && after <= IN_VAIN_WITHIN && earlier.led_to(&later.pod, later.born)
+        };
+        restarts.iter().find_map(|second| {
+            let first = restarts.iter().find(|first| came_back(first, second))?;
+            came_back(second, own).then(|| {
+                format!(
+                    "{} was restarted {} min and {} min before, and each time its memory ran high again within {} min: a restart does not help; its team has to look (limit too small, or a leak)",
+                    own.workload,
+                    own.at.duration_since(first.at).as_mins(),
+                    own.at.duration_since(second.at).as_mins(),
+                    IN_VAIN_WITHIN.as_mins(),
+                )
+            })
+        })
     }
 }
 
@@ -161,17 +252,67 @@ impl Limits {
         }));
     }
 
+    /// What the rates say about an act.
+    fn rates(&self, ledger: &TokenLedger, own: &Token) -> Vec<Said> {
+        let concerned = |rate: &&RateLimit| rate.scope != RateScope::Policy || rate.policy == own.policy;
+        self.rates.iter().filter(concerned).map(|rate| rate.check(ledger, own)).collect()
+    }
+
     /// Why the whole fleet stands still, if it does: so many devices at once have somebody to be
-    /// restarted that the measurement is more likely wrong than the pods.
-    pub fn fleet_halt(&self, condemned: usize, devices: usize) -> Option<String> {
+    /// acted on, or so many nodes are to be drained, that the measurement is more likely wrong than
+    /// they are.
+    pub fn fleet_halt(&self, fleet: &Fleet) -> Option<String> {
         let (percent, policy) = self.halt.as_ref()?;
         let share = usize::try_from(*percent).unwrap_or(0);
-        let halted =
-            condemned >= HALT_AT_LEAST && condemned.saturating_mul(100) > devices.saturating_mul(share);
-        halted.then(|| {
-            format!("{condemned} of {devices} devices have a pod to be restarted at once, more than haltAtCondemnedPercent {percent} of policy {policy}: that looks like a fault of measurement")
+        let too_many = |condemned: usize, all: usize| {
+            condemned >= HALT_AT_LEAST && condemned.saturating_mul(100) > all.saturating_mul(share)
+        };
+        let what = if too_many(fleet.condemned_devices, fleet.devices) {
+            format!(
+                "{} of {} devices have a pod to be acted on at once",
+                fleet.condemned_devices, fleet.devices
+            )
+        } else if too_many(fleet.condemned_nodes, fleet.nodes) {
+            format!("{} of {} nodes are to be drained at once", fleet.condemned_nodes, fleet.nodes)
+        } else {
+            return None;
+        };
+        Some(format!(
+            "{what}, more than haltAtCondemnedPercent {percent} of policy {policy}: that looks like a fault of measurement"
+        ))
+    }
+
+    /// The policy whose share halts the fleet first.
+    pub fn halting(&self) -> Option<&str> {
+        self.halt.as_ref().map(|(_, policy)| policy.as_str())
+    }
+
+    /// Why no further node may be drained now, if so: as many are as pods of a workload may be down.
+    pub fn too_many_drains(&self, draining: &BTreeSet<String>) -> Option<String> {
+        let (most, policy) = self.max_unavailable.as_ref()?;
+        let refused = draining.len() >= usize::try_from(*most).unwrap_or(0);
+        let nodes: Vec<&str> = draining.iter().take(4).map(String::as_str).collect();
+        refused.then(|| {
+            format!(
+                "maxUnavailable {most} (policy {policy}): {} nodes are being drained ({}): refused",
+                draining.len(),
+                nodes.join(", ")
+            )
         })
     }
+}
+
+/// How much of the fleet is condemned.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Fleet {
+    /// Devices with a pod to be acted on.
+    pub condemned_devices: usize,
+    /// Devices in all.
+    pub devices: usize,
+    /// Nodes to be drained.
+    pub condemned_nodes: usize,
+    /// Nodes in all that have devices.
+    pub nodes: usize,
 }
 
 /// A request for a token.
@@ -230,35 +371,65 @@ pub fn reserve(ledger: &TokenLedger, limits: &Limits, request: &Request<'_>) -> 
         said.push(Said { refused: false, until: None, text: "the token was reserved before".to_owned() });
         return Answer::Reserved { ledger: None, said: texts(&said) };
     }
-    said.extend(
-        limits
-            .rates
-            .iter()
-            .filter(|rate| rate.scope != RateScope::Policy || rate.policy == request.token.policy)
-            .map(|rate| rate.check(ledger, &request.token)),
-    );
+    said.extend(limits.rates(ledger, &request.token));
     let mut next = ledger.clone();
-    let window = SignedDuration::from_mins(request.longest_window_minutes.into()).max(SETTLING);
-    next.tokens.retain(|_, token| token.is_kept(now, window));
-    if next.len() >= CAPACITY {
-        said.push(Said {
-            refused: true,
-            until: None,
-            text: format!("the ledger is full with {CAPACITY} tokens"),
-        });
-    }
-
+    next.forget(now, request.longest_window_minutes);
+    said.extend(full(&next));
     if said.iter().any(|s| s.refused) {
-        // The last of the refusals to end decides; one that no time ends leaves it open.
-        let refusals: Vec<_> = said.iter().filter(|s| s.refused).map(|s| s.until).collect();
-        let retry_at = refusals.iter().copied().collect::<Option<Vec<_>>>().and_then(|r| r.into_iter().max());
-        said.sort_by_key(|s| !s.refused);
-        return Answer::Refused { said: texts(&said), retry_at };
+        return refused(said);
     }
     next.version = VERSION;
-    let keep_until = now.checked_add(window).ok();
+    let keep_until = now.checked_add(window(request.longest_window_minutes)).ok();
     next.tokens.insert(request.key.to_owned(), Token { keep_until, ..request.token.clone() });
     Answer::Reserved { ledger: Some(next), said: texts(&said) }
+}
+
+/// Whether the rates have room for all of these acts together, which will be done one after the
+/// other: what could not be finished is better not begun. Nothing is reserved; how many pods of a
+/// workload may be down is asked before each.
+pub fn room_for(
+    ledger: &TokenLedger,
+    limits: &Limits,
+    acts: &[(String, Token)],
+    longest_window_minutes: i32,
+) -> Answer {
+    let mut next = ledger.clone();
+    let mut last = Vec::new();
+    for (key, token) in acts {
+        if next.holds(key) {
+            continue;
+        }
+        next.forget(token.at, longest_window_minutes);
+        let mut said = limits.rates(&next, token);
+        said.extend(full(&next));
+        if said.iter().any(|s| s.refused) {
+            return refused(said);
+        }
+        next.tokens.insert(key.clone(), token.clone());
+        last = said;
+    }
+    Answer::Reserved { ledger: None, said: texts(&last) }
+}
+
+fn refused(mut said: Vec<Said>) -> Answer {
+    // The last of the refusals to end decides; one that no time ends leaves it open.
+    let refusals: Vec<_> = said.iter().filter(|s| s.refused).map(|s| s.until).collect();
+    let retry_at = refusals.iter().copied().collect::<Option<Vec<_>>>().and_then(|r| r.into_iter().max());
+    said.sort_by_key(|s| !s.refused);
+    Answer::Refused { said: texts(&said), retry_at }
+}
+
+fn full(ledger: &TokenLedger) -> Option<Said> {
+    (ledger.len() >= CAPACITY).then(|| Said {
+        refused: true,
+        until: None,
+        text: format!("the ledger is full with {CAPACITY} tokens"),
+    })
+}
+
+/// How long a token is kept at least.
+fn window(longest_window_minutes: i32) -> SignedDuration {
+    SignedDuration::from_mins(longest_window_minutes.into()).max(REMEMBERED)
 }
 
 struct Said {
@@ -358,8 +529,20 @@ mod tests {
             namespace: "team".into(),
             node: "n1".into(),
             pod: pod.into(),
+            act: Some(Act::Restart),
+            born: None,
             keep_until: None,
         }
+    }
+
+    /// A ledger in which pods of one workload were restarted: (pod, created at, restarted at).
+    fn restarted(tokens: &[(&str, i64, i64)]) -> TokenLedger {
+        let mut ledger = TokenLedger::default();
+        for (pod, born, second) in tokens {
+            let token = Token { born: Some(at(*born)), ..token(pod, *second) };
+            ledger.tokens.insert(key("i", pod), token);
+        }
+        ledger
     }
 
     fn limits(max_unavailable: i32, rates: &[(RateScope, i32)]) -> Limits {
@@ -487,7 +670,7 @@ mod tests {
             longest_window_minutes: window,
         };
         let day = granted(reserve(&TokenLedger::default(), &limits, &request("a", "a", 0, 24 * 60)));
-        let later = granted(reserve(&day, &limits, &request("b", "b", 7200, 60)));
+        let later = granted(reserve(&day, &limits, &request("b", "b", 7300, 60)));
         assert!(later.holds("a") && later.holds("b"));
         let next_day = granted(reserve(&later, &limits, &request("c", "c", 24 * 3600 + 1, 60)));
         assert!(!next_day.holds("a") && !next_day.holds("b"));
@@ -507,16 +690,99 @@ mod tests {
             ledger.tokens.insert(format!("k{i}"), token(&i.to_string(), 0));
         }
         assert!(matches!(ask(&ledger, &limits, "a", 60), Answer::Refused { .. }));
-        assert_eq!(granted(ask(&ledger, &limits, "a", 3601)).len(), 1);
+        assert!(matches!(ask(&ledger, &limits, "a", 7200), Answer::Refused { .. }));
+        assert_eq!(granted(ask(&ledger, &limits, "a", 7201)).len(), 1);
         assert!(ledger.to_text().unwrap().len() < 1 << 20);
     }
 
     #[test]
     fn the_fleet_halts_above_the_share_but_not_for_one_or_two_devices() {
         let limits = limits(1, &[]);
-        assert_eq!(limits.fleet_halt(2, 2), None);
-        assert_eq!(limits.fleet_halt(3, 15), None);
-        assert!(limits.fleet_halt(4, 15).unwrap().contains("haltAtCondemnedPercent 20"));
+        let devices = |condemned_devices, devices| {
+            limits.fleet_halt(&Fleet { condemned_devices, devices, ..Fleet::default() })
+        };
+        assert_eq!(devices(2, 2), None);
+        assert_eq!(devices(3, 15), None);
+        assert!(devices(4, 15).unwrap().contains("4 of 15 devices"));
+        let nodes = |condemned_nodes, nodes| {
+            limits.fleet_halt(&Fleet { condemned_nodes, nodes, devices: 8000, ..Fleet::default() })
+        };
+        assert_eq!(nodes(50, 1000), None, "d02: the truly sick are dealt with");
+        let said = nodes(1000, 1000).unwrap();
+        assert!(said.contains("1000 of 1000 nodes") && said.contains("haltAtCondemnedPercent 20"), "{said}");
+    }
+
+    #[test]
+    fn two_restarts_in_a_row_that_did_not_help_are_enough() {
+        let again = |ledger: &TokenLedger, pod: &str, born: i64, second: i64| {
+            let own = Token { born: Some(at(born)), ..token(pod, second) };
+            ledger.in_vain(&key("i", pod), &own)
+        };
+        let twice = restarted(&[("a", 0, 1000), ("b", 1000, 2000)]);
+        let why = again(&twice, "c", 2001, 3000).unwrap();
+        assert!(why.contains("Deployment/w was restarted 33 min and 16 min before"), "{why}");
+        assert_eq!(again(&twice, "c", 2001, 2000 + 3601), None, "it held for an hour");
+        let once = restarted(&[("a", 0, 1000)]);
+        assert_eq!(again(&once, "c", 2001, 3000), None);
+        let apart = restarted(&[("a", 0, 1000), ("b", 1000, 1000 + 3700)]);
+        assert_eq!(again(&apart, "c", 4800, 5000), None, "the first one had helped");
+    }
+
+    #[test]
+    fn replicas_that_are_over_at_once_are_not_one_that_comes_back() {
+        let replicas = restarted(&[("a", 0, 1000), ("b", 0, 1100), ("c", 0, 1200)]);
+        let own = Token { born: Some(at(0)), ..token("d", 1300) };
+        assert_eq!(replicas.in_vain("k", &own), None);
+        let own = Token { born: Some(at(1201)), ..own };
+        assert_eq!(replicas.in_vain("k", &own), None, "it is back once, not twice");
+    }
+
+    #[test]
+    fn a_pod_restarted_in_place_twice_is_known_by_its_uid() {
+        let mut ledger = TokenLedger::default();
+        for (incident, second) in [("i1", 1000), ("i2", 2000)] {
+            let token = Token { act: Some(Act::RestartInPlace), born: Some(at(0)), ..token("a", second) };
+            ledger.tokens.insert(key(incident, "a"), token);
+        }
+        let own = Token { act: Some(Act::RestartInPlace), born: Some(at(0)), ..token("a", 3000) };
+        assert!(ledger.in_vain(&key("i3", "a"), &own).is_some());
+        assert_eq!(ledger.in_vain(&key("i2", "a"), &own), None, "its own token is no earlier restart");
+    }
+
+    #[test]
+    fn a_drain_is_not_begun_that_the_rates_would_not_let_end() {
+        let limits = limits(9, &[(RateScope::Fleet, 3)]);
+        let acts = |n: usize| -> Vec<(String, Token)> {
+            (0..n).map(|i| (format!("k{i}"), token(&format!("p{i}"), 100))).collect()
+        };
+        let none = TokenLedger::default();
+        assert!(matches!(room_for(&none, &limits, &acts(3), 60), Answer::Reserved { .. }));
+        assert!(matches!(room_for(&none, &limits, &acts(4), 60), Answer::Refused { .. }));
+        let spent = granted(ask(&none, &limits, "x", 50));
+        assert!(matches!(room_for(&spent, &limits, &acts(3), 60), Answer::Refused { .. }));
+        let mut half = none;
+        half.tokens.insert("k0".into(), token("p0", 90));
+        half.tokens.insert("k1".into(), token("p1", 95));
+        assert!(matches!(room_for(&half, &limits, &acts(3), 60), Answer::Reserved { .. }), "two are paid");
+    }
+
+    #[test]
+    fn a_drain_knows_whether_it_has_evicted_anybody() {
+        let mut ledger = TokenLedger::default();
+        ledger.tokens.insert("u/node/n1".into(), token("", 0));
+        ledger.tokens.insert("u2/p".into(), token("p", 0));
+        assert!(!ledger.has_other("u", "u/node/n1", |_| false));
+        ledger.tokens.insert("u/p".into(), token("p", 0));
+        assert!(ledger.has_other("u", "u/node/n1", |_| false));
+        assert!(!ledger.has_other("u", "u/node/n1", |token| token.pod == "p"));
+    }
+
+    #[test]
+    fn as_many_nodes_are_drained_at_once_as_pods_may_be_down() {
+        let nodes = |names: &[&str]| names.iter().map(|n| (*n).to_owned()).collect::<BTreeSet<_>>();
+        let limits = limits(2, &[]);
+        assert_eq!(limits.too_many_drains(&nodes(&["n1"])), None);
+        assert!(limits.too_many_drains(&nodes(&["n1", "n2"])).unwrap().contains("n1, n2"));
     }
 
     #[test]

@@ -114,7 +114,7 @@ fn is_urgent(decision: Option<&Decision>) -> bool {
 /// and for nothing else.
 pub fn question(incident: &GpuMemoryIncident) -> Option<String> {
     let annotation = incident.annotations().get(names::OBSERVE);
-    let evicted = decision(incident).and_then(|d| d.evicted_at.as_ref()).map(|at| at.0.to_string());
+    let evicted = decision(incident).and_then(|d| d.acted_at.as_ref()).map(|at| at.0.to_string());
     (annotation.is_some() || evicted.is_some())
         .then(|| format!("{}/{}", annotation.map_or("", String::as_str), evicted.unwrap_or_default()))
 }
@@ -179,7 +179,9 @@ mod tests {
                 subject: Some(Subject { namespace: "team".into(), name: "p".into(), uid: "u".into() }),
                 evidence: Evidence {
                     at: MicroTime(at(100)),
+                    scope: None,
                     level: None,
+                    early: false,
                     level_percent: None,
                     trip_percent: None,
                     device_total_bytes: None,
@@ -200,14 +202,16 @@ mod tests {
                 proposed: Proposal {
                     action: ActionType::Restart,
                     grace_period_seconds: None,
+                    in_place: false,
                     frees_bytes: None,
+                    alternatives: Vec::new(),
                 },
             },
         )
     }
 
     fn observed(state: ObservationState, second: i64) -> Observation {
-        Observation { state, bytes: None, at: MicroTime(at(second)) }
+        Observation { state, bytes: None, at: MicroTime(at(second)), act: None }
     }
 
     fn with(
@@ -224,7 +228,8 @@ mod tests {
                 since: MicroTime(at(0)),
                 workload: None,
                 budgets: Vec::new(),
-                evicted_at: None,
+                acted_at: None,
+                targets: Vec::new(),
             }),
         });
         incident
@@ -297,7 +302,7 @@ mod tests {
             questions.push(question(&incident));
         }
         let decision = incident.status.as_mut().and_then(|status| status.decision.as_mut()).unwrap();
-        decision.evicted_at = Some(MicroTime(at(1)));
+        decision.acted_at = Some(MicroTime(at(1)));
         questions.push(question(&incident));
         for (n, one) in questions.iter().enumerate() {
             assert!(one.is_some() && questions.iter().skip(n + 1).all(|other| other != one));

@@ -84,7 +84,7 @@ pub struct PodUse {
 /// Part of a whole, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
-    /// The part; at most the whole.
+    /// The part; at most the whole, unless it is what a pod uses of its limit.
     pub used: u64,
     /// The whole.
     pub of: u64,

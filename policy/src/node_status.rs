@@ -48,6 +48,8 @@ pub struct Facts {
     /// Pods without a guard, as `namespace/name`, that took more than their limit while they started:
     /// engines that size themselves by what the device has. As long as they run.
     pub oversized: Vec<String>,
+    /// The plan has a rule on host memory, which the node has no cgroup v2 to measure by.
+    pub no_cgroup_v2: bool,
     /// The strength that a new pod without a guard would have on every device here: `Kernel` where
     /// each of them takes the driver's limits, else `Reservation` where each has a pool that is
     /// held, else `Observe`. `Observe` while the node does not measure or its plan does not bind.
@@ -89,6 +91,8 @@ pub struct DeviceFacts {
     pub pods: usize,
     /// Pods over their due.
     pub over: usize,
+    /// Pods whose memory here is parked on the host.
+    pub parked: usize,
     /// Why it is not, or not wholly, measured.
     pub fault: Option<DeviceFault>,
     /// What its enforced breaker asks of the node.
@@ -152,6 +156,7 @@ pub fn status(facts: &Facts, previous: Option<&GpuMemoryNodeStatus>, now: Timest
             overshoot: overshoot.map(|bytes| overshoot_band(before.and_then(|d| d.overshoot), bytes)),
             pods: count(device.pods),
             over: count(device.over),
+            parked: count(device.parked),
             fault: device.fault,
             freeze: device.freeze,
         });
@@ -204,6 +209,7 @@ const SHORTEN: [fn(&mut GpuMemoryNodeStatus); 10] = [
         for device in &mut status.devices {
             device.pods = 0;
             device.over = 0;
+            device.parked = 0;
         }
     },
     |status| status.devices.iter_mut().for_each(|device| device.strengths = StrengthCounts::default()),
@@ -330,6 +336,11 @@ fn attention(facts: &Facts) -> Verdict {
             "takes its share of the whole device and knows nothing of its limit: give it the guard (label highwater.dev/guard), tell it its size, or give it a device alone: pod",
             first(facts.oversized.iter().cloned()),
         ),
+        (
+            "HostMemoryUnwatched",
+            "a policy has a rule on host memory, which takes cgroup v2:",
+            if facts.no_cgroup_v2 { "this node has none".to_owned() } else { String::new() },
+        ),
     ];
     let there: Vec<_> = all.iter().filter(|(_, _, devices)| !devices.is_empty()).collect();
     let messages: Vec<_> = there.iter().map(|(_, what, devices)| format!("{what} {devices}")).collect();
@@ -441,6 +452,7 @@ mod tests {
             pool: None,
             pods: 2,
             over: 0,
+            parked: 0,
             fault: None,
             freeze: None,
             zombie: false,

@@ -1,6 +1,10 @@
 //! What Highwater needs to know about a pod, and whether a rule or an act may concern it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    net::IpAddr,
+};
 
 use highwater_crds::{ByteSize, names};
 use jiff::Timestamp;
@@ -51,6 +55,19 @@ pub struct PodFacts {
     pub paused: bool,
     /// Has the volume by which it opted in to signals.
     pub signal_volume: bool,
+    /// What it opted in to be asked by `Hook`.
+    pub hook: Option<Hook>,
+    /// A readiness probe of it runs the helper on the file that signals come in.
+    pub unready: bool,
+    /// It opted in to be parked.
+    pub park: bool,
+    /// It agreed to be restarted where it is, and its containers are started anew whatever they end
+    /// with.
+    pub restart_in_place: bool,
+    /// Its own address. `None` while it has none, or where it shares the node's.
+    pub pod_ip: Option<IpAddr>,
+    /// It shares the node's network.
+    pub host_network: bool,
     /// Whether the guard is brought into it.
     pub guard: GuardOptIn,
     /// The node that it is bound to.
@@ -64,6 +81,85 @@ pub struct PodFacts {
     /// IDs of containers that ended because the host had no memory for them, as far as the pod's
     /// status remembers. That says nothing about GPU memory.
     pub host_oom_killed: BTreeSet<String>,
+}
+
+/// What a pod's engine serves, and where.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hook {
+    /// What is asked of it.
+    pub preset: HookPreset,
+    /// The port, of the name that the pod gave.
+    pub port: u16,
+}
+
+/// The endpoints that are known of engines.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum HookPreset {
+    /// vLLM: drop the prefix cache.
+    VllmResetPrefixCache,
+    /// vLLM: sleep, and wake up once there is room.
+    VllmSleep,
+    /// SGLang: flush the cache.
+    SglangFlushCache,
+    /// Triton: unload a model.
+    TritonUnload {
+        /// The model.
+        model: String,
+    },
+}
+
+impl HookPreset {
+    /// The name that a pod writes, and that metrics have.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::VllmResetPrefixCache => "VllmResetPrefixCache",
+            Self::VllmSleep => "VllmSleep",
+            Self::SglangFlushCache => "SglangFlushCache",
+            Self::TritonUnload { .. } => "TritonUnload",
+        }
+    }
+
+    /// Path and query of the `POST` by which memory is freed.
+    pub fn path(&self) -> String {
+        match self {
+            Self::VllmResetPrefixCache => "/reset_prefix_cache".to_owned(),
+            Self::VllmSleep => "/sleep?level=1".to_owned(),
+            Self::SglangFlushCache => "/flush_cache".to_owned(),
+            Self::TritonUnload { model } => format!("/v2/repository/models/{model}/unload"),
+        }
+    }
+
+    /// Path of the `POST` that takes it back at level Normal, where there is one.
+    pub const fn way_back(&self) -> Option<&'static str> {
+        match self {
+            Self::VllmSleep => Some("/wake_up"),
+            Self::VllmResetPrefixCache | Self::SglangFlushCache | Self::TritonUnload { .. } => None,
+        }
+    }
+
+    /// Names of every preset.
+    const NAMES: &'static str = "VllmResetPrefixCache, VllmSleep, SglangFlushCache or TritonUnload";
+
+    fn parse(name: &str, model: Option<&str>) -> Result<Self, String> {
+        Ok(match name {
+            "VllmResetPrefixCache" => Self::VllmResetPrefixCache,
+            "VllmSleep" => Self::VllmSleep,
+            "SglangFlushCache" => Self::SglangFlushCache,
+            "TritonUnload" => Self::TritonUnload { model: model_name(model)?.to_owned() },
+            other => return Err(format!("{other:?} is no preset: write {}", Self::NAMES)),
+        })
+    }
+}
+
+/// A model's name goes into a path as it is.
+fn model_name(model: Option<&str>) -> Result<&str, String> {
+    let key = names::POD_HOOK_MODEL;
+    let name = model.ok_or_else(|| format!("TritonUnload needs to know which model: write it in {key}"))?;
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    let sound = (1..=128).contains(&name.len()) && name.chars().all(plain) && !name.starts_with('.');
+    sound.then_some(name).ok_or_else(|| {
+        format!("{name:?} in {key} is no model: write letters, digits, '-', '_' and '.', at most 128, not '.' first")
+    })
 }
 
 /// Whether the guard is brought into a pod, as far as its spec tells.
@@ -94,12 +190,23 @@ pub struct Owner {
 
 /// An annotation that could not be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("annotation {key} is ignored and the policy's quota holds: {reason}")]
 pub struct AnnotationError {
     /// The annotation.
     pub key: &'static str,
     /// What is wrong and what to write instead.
     pub reason: String,
+}
+
+impl fmt::Display for AnnotationError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { key, reason } = self;
+        let instead = match *key {
+            names::POD_HOOK => "the pod's engine is asked nothing",
+            names::POD_RESTART => "the pod is evicted where it would be restarted in place",
+            _ => "the policy's quota holds",
+        };
+        write!(f, "annotation {key} is ignored and {instead}: {reason}")
+    }
 }
 
 impl PodFacts {
@@ -134,6 +241,23 @@ impl PodFacts {
             declared = None;
         }
 
+        let mut known = |result: Result<_, AnnotationError>| {
+            result.unwrap_or_else(|error| {
+                annotation_errors.push(error);
+                None
+            })
+        };
+        let hook = known(hook(meta, spec));
+        let mut restart_in_place = false;
+        match restart_in_place_of(meta, spec) {
+            Ok(agreed) => restart_in_place = agreed,
+            Err(error) => annotation_errors.push(error),
+        }
+        let host_network = spec.is_some_and(|s| s.host_network == Some(true));
+        let signal_volume = spec.and_then(|s| s.volumes.as_ref()).is_some_and(|volumes| {
+            volumes.iter().any(|v| v.name == names::SIGNAL_VOLUME && v.empty_dir.is_some())
+        });
+
         Self {
             namespace: meta.namespace.clone().unwrap_or_default(),
             name: meta.name.clone().unwrap_or_default(),
@@ -150,9 +274,16 @@ impl PodFacts {
                 .and_then(|s| s.phase.as_deref())
                 .is_some_and(|phase| matches!(phase, "Succeeded" | "Failed")),
             paused: is_paused(meta),
-            signal_volume: spec.and_then(|s| s.volumes.as_ref()).is_some_and(|volumes| {
-                volumes.iter().any(|v| v.name == names::SIGNAL_VOLUME && v.empty_dir.is_some())
-            }),
+            signal_volume,
+            hook,
+            unready: signal_volume && spec.is_some_and(|s| s.containers.iter().any(asks_readiness)),
+            park: meta.labels.as_ref().and_then(|l| l.get(names::PARK_LABEL)).is_some_and(|v| v == "true"),
+            restart_in_place,
+            pod_ip: status
+                .and_then(|s| s.pod_ip.as_deref())
+                .filter(|_| !host_network)
+                .and_then(|ip| ip.parse().ok()),
+            host_network,
             guard: guard(meta, spec),
             node: spec.and_then(|s| s.node_name.clone()),
             limit,
@@ -199,6 +330,52 @@ fn guard_volume(spec: &PodSpec) -> Option<&str> {
     let ours = |csi: &k8s_openapi::api::core::v1::CSIVolumeSource| csi.driver == names::GUARD_DRIVER;
     let volume = spec.volumes.as_ref()?.iter().find(|v| v.csi.as_ref().is_some_and(ours))?;
     Some(&volume.name)
+}
+
+/// What a pod opted in to be asked, from its annotations and the names of its ports.
+fn hook(meta: &ObjectMeta, spec: Option<&PodSpec>) -> Result<Option<Hook>, AnnotationError> {
+    let key = names::POD_HOOK;
+    let Some(text) = annotation(meta, key) else { return Ok(None) };
+    let wrong = |reason| AnnotationError { key, reason };
+    if spec.is_some_and(|s| s.host_network == Some(true)) {
+        return Err(wrong("a pod in the node's network has no address of its own to be asked at".into()));
+    }
+    let (preset, port) = text.split_once(':').unwrap_or((text, "http"));
+    let preset = HookPreset::parse(preset, annotation(meta, names::POD_HOOK_MODEL)).map_err(wrong)?;
+    let ports = spec.into_iter().flat_map(|s| &s.containers).flat_map(|c| c.ports.iter().flatten());
+    let named = ports
+        .filter(|p| p.name.as_deref() == Some(port) && p.protocol.as_deref().unwrap_or("TCP") == "TCP")
+        .find_map(|p| u16::try_from(p.container_port).ok().filter(|port| *port > 0));
+    let missing =
+        || wrong(format!("no container has a TCP port named {port:?}: name the port, or write Preset:port"));
+    Ok(Some(Hook { preset, port: named.ok_or_else(missing)? }))
+}
+
+/// Whether a pod agreed to be restarted where it is, and would be started anew.
+fn restart_in_place_of(meta: &ObjectMeta, spec: Option<&PodSpec>) -> Result<bool, AnnotationError> {
+    let key = names::POD_RESTART;
+    let wrong = |reason: String| Err(AnnotationError { key, reason });
+    let policy = spec.and_then(|s| s.restart_policy.as_deref()).unwrap_or("Always");
+    match annotation(meta, key) {
+        None => Ok(false),
+        Some(names::RESTART_IN_PLACE) if policy == "Always" => Ok(true),
+        Some(names::RESTART_IN_PLACE) => wrong(format!(
+            "containers of a pod with restartPolicy {policy} would not be started anew: it takes Always"
+        )),
+        Some(other) => wrong(format!("{other:?} is unknown: write {}", names::RESTART_IN_PLACE)),
+    }
+}
+
+/// Whether a container's readiness is what the helper says of the file that signals come in.
+fn asks_readiness(container: &Container) -> bool {
+    let command = container.readiness_probe.as_ref().and_then(|p| p.exec.as_ref()?.command.as_deref());
+    let Some([program, path]) = command else { return false };
+    let mounts = container.volume_mounts.as_deref().unwrap_or_default();
+    let file = mounts.iter().filter(|m| m.name == names::SIGNAL_VOLUME).map(|mount| {
+        let folder = mount.mount_path.trim_end_matches('/');
+        format!("{folder}/{}", names::SIGNAL_FILE)
+    });
+    program == names::READY_HELPER && file.into_iter().any(|file| file == *path)
 }
 
 /// Whether a pod has a volume of the guard's driver.
@@ -353,6 +530,81 @@ mod tests {
         let pod = annotated(&json!({"highwater.dev/limit": "1Gi", "highwater.dev/declared": "2Gi"}));
         assert_eq!((pod.limit, pod.declared), (Some(ByteSize::gib(1)), None));
         assert!(pod.annotation_errors[0].to_string().contains("at most 1Gi"));
+    }
+
+    #[test]
+    fn a_hook_is_a_preset_and_a_port_of_that_name() {
+        let pod = |hook: &str, spec: Value| {
+            let annotations = json!({"highwater.dev/hook": hook, "highwater.dev/hook-model": "llama-7b"});
+            parse(json!({"metadata": {"annotations": annotations}, "spec": spec,
+                         "status": {"podIP": "10.0.0.7"}}))
+        };
+        let ports = json!([{"name": "http", "containerPort": 8000}, {"name": "dev", "containerPort": 9000},
+                           {"name": "quic", "containerPort": 1, "protocol": "UDP"}]);
+        let spec = json!({"containers": [{"name": "c", "ports": ports}]});
+        let hook = |text: &str| pod(text, spec.clone()).hook;
+        assert_eq!(hook("VllmSleep"), Some(Hook { preset: HookPreset::VllmSleep, port: 8000 }));
+        assert_eq!(hook("SglangFlushCache:dev").unwrap().port, 9000);
+        let unload = hook("TritonUnload").unwrap().preset;
+        assert_eq!(unload.path(), "/v2/repository/models/llama-7b/unload");
+        for (text, advice) in
+            [("Sleep", "VllmSleep"), ("VllmSleep:grpc", "named \"grpc\""), ("VllmSleep:quic", "TCP")]
+        {
+            let pod = pod(text, spec.clone());
+            assert_eq!(pod.hook, None);
+            let message = pod.annotation_errors[0].to_string();
+            assert!(message.contains(advice) && message.contains("asked nothing"), "{message}");
+        }
+        let host = json!({"hostNetwork": true, "containers": [{"name": "c", "ports": ports}]});
+        let pod = pod("VllmSleep", host);
+        assert_eq!((pod.hook, pod.pod_ip), (None, None), "the node's own ports are not a pod's");
+        assert_eq!(
+            parse(json!({"metadata": {}, "status": {"podIP": "10.0.0.7"}})).pod_ip,
+            "10.0.0.7".parse().ok()
+        );
+    }
+
+    #[test]
+    fn a_model_that_would_be_another_path_is_refused() {
+        for model in ["../../reset", "a/b", "", ".", "a%2fb", "a?b", &"m".repeat(129)] {
+            assert!(HookPreset::parse("TritonUnload", Some(model)).is_err(), "{model}");
+        }
+        assert!(HookPreset::parse("TritonUnload", None).unwrap_err().contains("hook-model"));
+    }
+
+    #[test]
+    fn a_probe_of_the_file_opts_in_to_unready() {
+        let pod = |command: Value, volume: Value| {
+            parse(json!({"metadata": {}, "spec": {"volumes": [volume], "containers": [{"name": "c",
+                "volumeMounts": [{"name": "highwater", "mountPath": "/run/highwater/"}],
+                "readinessProbe": {"exec": {"command": command}}}]}}))
+            .unready
+        };
+        let volume = || json!({"name": "highwater", "emptyDir": {}});
+        let probe = json!(["/opt/highwater/ready", "/run/highwater/pressure"]);
+        assert!(pod(probe.clone(), volume()));
+        assert!(!pod(probe, json!({"name": "other", "emptyDir": {}})), "nothing would ever be written");
+        for other in
+            [json!(["/opt/highwater/ready"]), json!(["/opt/highwater/ready", "/etc/passwd"]), json!(["true"])]
+        {
+            assert!(!pod(other, volume()));
+        }
+    }
+
+    #[test]
+    fn a_pod_agrees_to_park_by_label_and_to_restart_in_place_by_annotation() {
+        let pod = |value: &str, policy: &str| {
+            parse(json!({"metadata": {"labels": {"highwater.dev/park": value},
+                                      "annotations": {"highwater.dev/restart": "InPlace"}},
+                         "spec": {"containers": [], "restartPolicy": policy}}))
+        };
+        assert!(pod("true", "Always").park && !pod("yes", "Always").park);
+        assert!(pod("true", "Always").restart_in_place);
+        for policy in ["OnFailure", "Never"] {
+            let pod = pod("true", policy);
+            assert!(!pod.restart_in_place && pod.annotation_errors[0].to_string().contains("evicted"));
+        }
+        assert!(!annotated(&json!({"highwater.dev/restart": "Now"})).restart_in_place);
     }
 
     #[test]

@@ -25,6 +25,10 @@ pub const ENFORCED: &str = "Enforced";
 /// Condition, of policies in mode Enforce that ask for a pool: it does not cover what is promised.
 pub const POOL_SHORT: &str = "PoolShort";
 
+/// Condition, once it was so: so much of the fleet is condemned that nothing is done, by the share of
+/// this policy.
+pub const HALTED: &str = "Halted";
+
 /// The most nodes, pods or devices that a message names.
 const NAMED: usize = 3;
 
@@ -85,16 +89,19 @@ fn is_silent(status: &GpuMemoryNodeStatus) -> bool {
 }
 
 /// The status to write, or None where `old` says the same already (whenever it said so). `report` is
-/// what the nodes say of the policy, where they say anything.
+/// what the nodes say of the policy, where they say anything; `halts` is whether the whole fleet stands
+/// still by its share.
 pub fn status(
     outcome: &Outcome,
     report: Option<&Report>,
+    halts: bool,
     old: Option<&GpuMemoryPolicyStatus>,
     now: Timestamp,
 ) -> Option<GpuMemoryPolicyStatus> {
     let known = old.map(|o| o.conditions.as_slice()).unwrap_or_default();
     let conditions = verdicts(outcome, report)
         .into_iter()
+        .chain(halt(halts, known))
         .map(|(type_, verdict)| verdict.condition(type_, outcome.generation, known, now))
         .collect();
     let new = GpuMemoryPolicyStatus {
@@ -103,6 +110,22 @@ pub fn status(
         devices: Some(i32::try_from(outcome.devices).unwrap_or(i32::MAX)),
     };
     old.is_none_or(|old| !same(old, &new)).then_some(new)
+}
+
+/// Whether the fleet stands still. Not said before it ever did. Without the numbers, which change all
+/// the time.
+fn halt(halts: bool, known: &[Condition]) -> Option<(&'static str, Verdict)> {
+    let verdict = if halts {
+        verdict(
+            Holds::True,
+            "FleetHalted",
+            "more devices or nodes than remediation.budget.haltAtCondemnedPercent are to be acted on at once, which looks like a fault of measurement: every new act waits until fewer are",
+        )
+    } else {
+        known.iter().find(|c| c.type_ == HALTED)?;
+        verdict(Holds::False, "WithinLimits", "no more devices and nodes are to be acted on than may be")
+    };
+    Some((HALTED, verdict))
 }
 
 /// The outcome of a stored policy that this version cannot read.
@@ -292,7 +315,7 @@ mod tests {
     }
 
     fn reason(outcome: &Outcome, type_: &str) -> String {
-        let status = status(outcome, None, None, at(0)).unwrap();
+        let status = status(outcome, None, false, None, at(0)).unwrap();
         let condition = status.conditions.iter().find(|c| c.type_ == type_).unwrap();
         format!("{}/{}", condition.status, condition.reason)
     }
@@ -319,19 +342,19 @@ mod tests {
     #[test]
     fn the_same_outcome_later_is_no_write() {
         let outcome = Outcome { nodes: 1, ..Outcome::default() };
-        let mut old = status(&outcome, None, None, at(0)).unwrap();
+        let mut old = status(&outcome, None, false, None, at(0)).unwrap();
         old.conditions.reverse();
-        assert_eq!(status(&outcome, None, Some(&old), at(9)), None);
+        assert_eq!(status(&outcome, None, false, Some(&old), at(9)), None);
     }
 
     #[test]
     fn a_transition_time_moves_only_with_the_status() {
-        let old = status(&Outcome::default(), None, None, at(0)).unwrap();
+        let old = status(&Outcome::default(), None, false, None, at(0)).unwrap();
         let clamped = Outcome { clamped: vec!["quota".into()], invalid: None, ..Outcome::default() };
-        let new = status(&clamped, None, Some(&old), at(9)).unwrap();
+        let new = status(&clamped, None, false, Some(&old), at(9)).unwrap();
         assert!(new.conditions.iter().all(|c| c.last_transition_time == Time(at(0))));
         let unmatched = Outcome { unmatched: Some("nodes".into()), ..Outcome::default() };
-        let new = status(&unmatched, None, Some(&old), at(9)).unwrap();
+        let new = status(&unmatched, None, false, Some(&old), at(9)).unwrap();
         let times: Vec<_> = new.conditions.iter().map(|c| c.last_transition_time.0.as_second()).collect();
         assert_eq!(times, [0, 9]);
     }
@@ -375,7 +398,7 @@ mod tests {
         let nodes = names.iter().zip(nodes).map(|(name, status)| (name.as_str(), &plan, Some(status)));
         let reports = reports(nodes);
         assert_eq!(reports.get("dry"), None, "what does not enforce has nothing to hear");
-        let status = status(outcome, reports.get("p"), None, at(0)).unwrap();
+        let status = status(outcome, reports.get("p"), false, None, at(0)).unwrap();
         let condition = status.conditions.into_iter().find(|c| c.type_ == type_).unwrap();
         (format!("{}/{}", condition.status, condition.reason), condition.message)
     }
@@ -435,7 +458,7 @@ mod tests {
     #[test]
     fn conditions_of_enforcement_are_only_where_something_is_enforced() {
         let types = |outcome: &Outcome| -> Vec<String> {
-            let status = status(outcome, None, None, at(0)).unwrap();
+            let status = status(outcome, None, false, None, at(0)).unwrap();
             status.conditions.into_iter().map(|c| c.type_).collect()
         };
         assert_eq!(types(&Outcome::default()), [ACCEPTED, PROGRAMMED]);
@@ -447,8 +470,24 @@ mod tests {
     #[test]
     fn a_size_that_a_cap_holds_down_is_told_and_is_no_loss() {
         let capped = Outcome { nodes: 1, capped: vec!["held at 40".into()], ..Outcome::default() };
-        let status = status(&capped, None, None, at(0)).unwrap();
+        let status = status(&capped, None, false, None, at(0)).unwrap();
         assert_eq!(status.conditions[1].status, "True");
         assert!(status.conditions[1].message.ends_with("; held at 40"));
+    }
+
+    #[test]
+    fn that_the_fleet_stands_still_is_said_once_and_taken_back() {
+        let outcome = Outcome::default();
+        let halted = |status: &GpuMemoryPolicyStatus| {
+            let condition = status.conditions.iter().find(|c| c.type_ == HALTED);
+            condition.map(|c| (c.status.clone(), c.reason.clone()))
+        };
+        let before = status(&outcome, None, false, None, at(0)).unwrap();
+        assert_eq!(halted(&before), None);
+        let during = status(&outcome, None, true, Some(&before), at(1)).unwrap();
+        assert_eq!(halted(&during).unwrap(), ("True".to_owned(), "FleetHalted".to_owned()));
+        assert_eq!(status(&outcome, None, true, Some(&during), at(2)), None, "it is not said again");
+        let after = status(&outcome, None, false, Some(&during), at(3)).unwrap();
+        assert_eq!(halted(&after).unwrap(), ("False".to_owned(), "WithinLimits".to_owned()));
     }
 }

@@ -4,16 +4,21 @@
 //! |-----------|-----------------------------------------------------------|------|
 //! | (new)     | Proposed, Approved, Suppressed, Cancelled, Superseded     | it waits, may go on, or never will |
 //! | Proposed  | Approved, Suppressed, Cancelled, Superseded, Failed       | as above |
-//! | Proposed  | Verifying                                                 | its token is spent and the pod is going: an earlier request was accepted after all |
-//! | Approved  | Verifying                                                 | the API server accepted the eviction |
+//! | Proposed  | Verifying                                                 | its token is spent and the pod is going, or the agent has begun: an earlier request was accepted after all |
+//! | Approved  | Verifying                                                 | the API server accepted the eviction, or the agent has begun |
 //! | Approved  | Proposed, Suppressed, Cancelled, Superseded, Failed       | it may not go on after all, or was refused |
 //! | Verifying | Succeeded, Failed                                         | the memory came back, or did not in time |
 //!
 //! Nothing follows the other states. Every step is decided from present facts alone, so that after
 //! a crash, or by another leader, it is simply decided again.
+//!
+//! An eviction is the operator's own. `Unready`, `Park` and a restart in place are carried out by the
+//! agent of the node, once they are approved; what it reports of them moves their incidents on. A
+//! drain has a machine of its own: see [`crate::drain`].
 
 use highwater_crds::{
-    ActionType, Decision, DecisionState, GpuMemoryIncidentSpec, Mode, Observation, ObservationState, Subject,
+    ActReport, ActState, ActionType, Decision, DecisionState, GpuMemoryIncidentSpec, Mode, Observation,
+    ObservationState, Proposal, Subject,
 };
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
@@ -31,12 +36,46 @@ pub const DISRUPTION_BUDGET: &str = "DisruptionBudget";
 /// How long a node may be without a Ready agent before its incidents end: nobody can say any more
 /// what the pod holds.
 pub const AGENT_GONE: SignedDuration = SignedDuration::from_secs(600);
+/// How long the agent has to begin an act that was approved.
+pub const BEGIN_WITHIN: SignedDuration = SignedDuration::from_secs(60);
+/// How long `Unready` and `Park` may take to bring memory back: requests that run have to end, and
+/// 141 GiB take 100 s to be copied to the host.
+pub const LASTING_WITHIN: SignedDuration = SignedDuration::from_secs(300);
+/// Reason of an incident that waits because too much of the fleet is condemned.
+pub const FLEET_HALTED: &str = "FleetHalted";
+/// Reason of an incident whose token is reserved.
+pub const WITHIN_BUDGET: &str = "WithinBudget";
+/// Reason of an incident whose workload was restarted in vain.
+pub const TICKET_NEEDED: &str = "TicketNeeded";
 /// How long the agent is given to answer before it is asked again.
 const ASK_AGAIN: SignedDuration = SignedDuration::from_secs(30);
 /// How soon an incident that waits for something without events of its own is looked at again.
 const LOOK_AGAIN: SignedDuration = SignedDuration::from_secs(10);
 /// The longest wait for a token.
 const LONGEST_WAIT: SignedDuration = SignedDuration::from_secs(300);
+
+/// Who carries an act out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Carrier {
+    /// The operator, by an eviction.
+    Eviction,
+    /// The agent, once it is approved.
+    Agent,
+    /// The operator, by a cordon and evictions: see [`crate::drain`].
+    Drain,
+    /// The agent, at once: there is nothing to decide.
+    Nobody,
+}
+
+/// Who carries out what an incident proposes.
+pub const fn carrier(proposed: &Proposal) -> Carrier {
+    match proposed.action {
+        ActionType::Restart if !proposed.in_place => Carrier::Eviction,
+        ActionType::Unready | ActionType::Park | ActionType::Restart => Carrier::Agent,
+        ActionType::Drain => Carrier::Drain,
+        ActionType::Signal | ActionType::Hook | ActionType::Freeze | ActionType::Reclaim => Carrier::Nobody,
+    }
+}
 
 /// What is known about an incident.
 #[derive(Clone, Debug)]
@@ -71,6 +110,9 @@ pub struct View<'a> {
     pub refusal: Option<Refusal>,
     /// Why the disruption budget that refused the eviction before still refuses it, if it does.
     pub blocked: Option<String>,
+    /// Why another restart of the workload would be in vain, if it would: see
+    /// [`crate::budget::TokenLedger::in_vain`].
+    pub in_vain: Option<String>,
 }
 
 /// What the policy of an incident asks for now.
@@ -148,6 +190,8 @@ pub enum Step {
     Rehearse,
     /// Reserve a token, record that, evict the pod, record that.
     Act,
+    /// Reserve a token and record that: the agent carries the act out.
+    Allow,
 }
 
 /// A state and why.
@@ -178,7 +222,7 @@ pub enum Eviction {
     Denied(String),
 }
 
-fn verdict(state: DecisionState, reason: &'static str, message: impl Into<String>) -> Verdict {
+pub(crate) fn verdict(state: DecisionState, reason: &'static str, message: impl Into<String>) -> Verdict {
     Verdict { state, reason, message: message.into() }
 }
 
@@ -187,8 +231,10 @@ pub fn decide(view: &View<'_>, now: Timestamp) -> Step {
     use DecisionState::{Approved, Cancelled, Proposed, Suppressed, Verifying};
 
     let state = view.decision.map(|d| d.state);
+    let by_agent = carrier(&view.spec.proposed) == Carrier::Agent;
     match state {
         Some(state) if state.is_final() => return Step::Rest(None),
+        Some(Verifying) if by_agent => return verify_report(view, now),
         Some(Verifying) => return verify(view, now),
         _ => {}
     }
@@ -198,13 +244,20 @@ pub fn decide(view: &View<'_>, now: Timestamp) -> Step {
     // An approved act may have been done just before its leader died, and one that waits again
     // may have been accepted although no answer came.
     let attempted = state == Some(Approved) || (state == Some(Proposed) && view.token);
-    if attempted && (view.evicted || gone(view, subject)) {
+    if attempted && by_agent {
+        if let Some(report) = report(view) {
+            return Step::Record(after_report(view.spec, report), None);
+        }
+    } else if attempted && (view.evicted || gone(view, subject)) {
         return Step::Record(evicted(), None);
     }
     if let Some(verdict) = never(view, subject) {
         return end(verdict);
     }
     if view.spec.mode == Mode::DryRun {
+        if by_agent {
+            return end(rehearsed(view.spec.proposed.action, view.refusal.as_ref()));
+        }
         return Step::Rehearse;
     }
     if let Some(away) = view.agent_away.filter(|away| *away >= AGENT_GONE) {
@@ -215,7 +268,48 @@ pub fn decide(view: &View<'_>, now: Timestamp) -> Step {
         );
         return end(verdict(Cancelled, "AgentGone", message));
     }
-    not_now(view, now).unwrap_or(Step::Act)
+    if let Some(step) = held_back(view, now) {
+        return step;
+    }
+    match (by_agent, view.decision) {
+        (true, Some(decision)) if decision.state == Approved => awaits_agent(view, decision, now),
+        (_, _) => ask_first(view, now).unwrap_or(if by_agent { Step::Allow } else { Step::Act }),
+    }
+}
+
+/// What the agent has reported of the act, if anything.
+fn report<'a>(view: &View<'a>) -> Option<&'a ActReport> {
+    view.observation.and_then(|o| o.act.as_ref())
+}
+
+/// The verdict on an approved act that a first report leads to.
+fn after_report(spec: &GpuMemoryIncidentSpec, report: &ActReport) -> Verdict {
+    use DecisionState::{Cancelled, Failed, Verifying};
+
+    let act = spec.proposed.action;
+    let with = |what: &str| match report.message.as_str() {
+        "" => format!("the agent {what} {act:?}"),
+        why => format!("the agent {what} {act:?}: {why}"),
+    };
+    match report.state {
+        ActState::Begun | ActState::Done | ActState::Undone => verdict(Verifying, "Begun", with("has begun")),
+        ActState::Refused => verdict(Cancelled, "ActRefused", with("refused")),
+        ActState::Failed => verdict(Failed, "ActFailed", with("failed at")),
+    }
+}
+
+/// An approved act that the agent has not begun.
+fn awaits_agent(view: &View<'_>, decision: &Decision, now: Timestamp) -> Step {
+    let left = BEGIN_WITHIN - now.duration_since(decision.since.0);
+    if left.is_positive() {
+        return Step::Rest(Some(left));
+    }
+    let message = format!(
+        "the agent on {} did not begin within {} s of the approval",
+        view.spec.node,
+        BEGIN_WITHIN.as_secs()
+    );
+    end(verdict(DecisionState::Failed, "NotBegun", message))
 }
 
 fn end(verdict: Verdict) -> Step {
@@ -246,7 +340,7 @@ fn never(view: &View<'_>, subject: &Subject) -> Option<Verdict> {
     if !matches!(view.spec.mode, Mode::DryRun | Mode::Enforce) {
         return Some(verdict(Suppressed, "ObserveOnly", format!("policy {policy} only observes")));
     }
-    if view.spec.proposed.action != ActionType::Restart {
+    if !matches!(carrier(&view.spec.proposed), Carrier::Eviction | Carrier::Agent) {
         let message =
             format!("{:?} is done on the node; there is nothing to decide", view.spec.proposed.action);
         return Some(verdict(Suppressed, "NotAnAct", message));
@@ -314,11 +408,15 @@ fn never(view: &View<'_>, subject: &Subject) -> Option<Verdict> {
         }
         _ => {}
     }
-    None
+    let in_vain = view.in_vain.as_ref().filter(|_| view.spec.proposed.action == ActionType::Restart);
+    match (in_vain, view.spec.mode) {
+        (Some(why), Mode::Enforce) => because(Suppressed, TICKET_NEEDED, why.clone()),
+        _ => None,
+    }
 }
 
 /// What the act has to wait for, if anything.
-fn not_now(view: &View<'_>, now: Timestamp) -> Option<Step> {
+fn held_back(view: &View<'_>, now: Timestamp) -> Option<Step> {
     let wait = |reason, message: String, again| {
         Some(Step::Record(verdict(DecisionState::Proposed, reason, message), Some(again)))
     };
@@ -326,7 +424,7 @@ fn not_now(view: &View<'_>, now: Timestamp) -> Option<Step> {
         return wait("Paused", format!("acts are paused by annotation on {what}"), LOOK_AGAIN);
     }
     if let Some(why) = &view.halted {
-        return wait("FleetHalted", why.clone(), LOOK_AGAIN);
+        return wait(FLEET_HALTED, why.clone(), LOOK_AGAIN);
     }
     if matches!(view.asks, Asks::Unknown) {
         let message = format!("the GpuMemoryNode {} cannot be read: see the operator's log", view.spec.node);
@@ -345,28 +443,45 @@ fn not_now(view: &View<'_>, now: Timestamp) -> Option<Step> {
     if let Some(why) = &view.blocked {
         return wait(DISRUPTION_BUDGET, why.clone(), LOOK_AGAIN);
     }
+    None
+}
+
+/// Whether the agent has to look again before the act.
+fn ask_first(view: &View<'_>, now: Timestamp) -> Option<Step> {
     if !is_fresh(view.spec, view.observation, now) {
-        let ahead = latest(view).map_or(view.spec.evidence.at.0, |o| o.at.0).duration_since(now);
-        let message = if ahead > FRESH {
-            format!(
-                "the clock of {} is {} s ahead of the operator's: set both right",
-                view.spec.node,
-                ahead.as_secs()
-            )
-        } else {
-            format!(
-                "what the agent on {} last saw is older than {} s or not certain: a fresh look was asked for",
-                view.spec.node,
-                FRESH.as_secs()
-            )
-        };
-        let verdict = verdict(DecisionState::Proposed, "AwaitingObservation", message);
+        let verdict = stale(view.spec, view.observation, now);
         return Some(match view.asked {
-            Some(asked) if now.duration_since(asked) < ASK_AGAIN => Step::Record(verdict, Some(LOOK_AGAIN)),
+            Some(asked) if asked_lately(asked, now) => Step::Record(verdict, Some(LOOK_AGAIN)),
             _ => Step::Observe(verdict),
         });
     }
     None
+}
+
+/// Whether the agent was asked too recently to be asked again.
+pub(crate) fn asked_lately(asked: Timestamp, now: Timestamp) -> bool {
+    now.duration_since(asked) < ASK_AGAIN
+}
+
+/// The verdict on an act that waits for a fresh observation.
+pub(crate) fn stale(
+    spec: &GpuMemoryIncidentSpec,
+    observation: Option<&Observation>,
+    now: Timestamp,
+) -> Verdict {
+    let latest = observation.filter(|o| o.at.0 >= spec.evidence.at.0);
+    let ahead = latest.map_or(spec.evidence.at.0, |o| o.at.0).duration_since(now);
+    let message = if ahead > FRESH {
+        let ahead = ahead.as_secs();
+        format!("the clock of {} is {ahead} s ahead of the operator's: set both right", spec.node)
+    } else {
+        format!(
+            "what the agent on {} last saw is older than {} s or not certain: a fresh look was asked for",
+            spec.node,
+            FRESH.as_secs()
+        )
+    };
+    verdict(DecisionState::Proposed, "AwaitingObservation", message)
 }
 
 /// Whether the last look at the subject is recent and found it over. The evidence itself is the
@@ -393,7 +508,7 @@ fn verify(view: &View<'_>, now: Timestamp) -> Step {
     let Some((decision, subject)) = view.decision.zip(view.spec.subject.as_ref()) else {
         return Step::Rest(None);
     };
-    let since = decision.evicted_at.as_ref().unwrap_or(&decision.since).0;
+    let since = decision.acted_at.as_ref().unwrap_or(&decision.since).0;
     let pod_gone = gone(view, subject);
     let seen = view.observation.filter(|o| o.at.0 >= since);
     let returned = seen.is_some_and(|o| {
@@ -407,8 +522,7 @@ fn verify(view: &View<'_>, now: Timestamp) -> Step {
             format!("the pod is gone and its memory is back, {took} s after the eviction"),
         ));
     }
-    let grace = view.spec.proposed.grace_period_seconds.map(i64::from).or(view.grace_seconds).unwrap_or(30);
-    let left = SignedDuration::from_secs(grace) + VERIFY_WITHIN - now.duration_since(since);
+    let left = grace(view) + VERIFY_WITHIN - now.duration_since(since);
     if left.is_positive() {
         return Step::Rest(Some(left));
     }
@@ -421,14 +535,98 @@ fn verify(view: &View<'_>, now: Timestamp) -> Step {
     end(verdict(DecisionState::Failed, "MemoryNotReturned", message))
 }
 
+/// Whether an act helped that the agent carries out. It is over when the agent says that it is done
+/// and no longer sees the reason for it. What lasts ends with the policy that asked for it.
+fn verify_report(view: &View<'_>, now: Timestamp) -> Step {
+    use DecisionState::{Failed, Succeeded};
+
+    let Some((decision, subject)) = view.decision.zip(view.spec.subject.as_ref()) else {
+        return Step::Rest(None);
+    };
+    let act = view.spec.proposed.action;
+    let since = decision.acted_at.as_ref().unwrap_or(&decision.since).0;
+    let seen = view.observation.filter(|o| o.at.0 >= since);
+    let returned = seen.is_some_and(|o| {
+        matches!(o.state, ObservationState::Gone | ObservationState::Recovered)
+            || (act == ActionType::Park && o.bytes == Some(0))
+    });
+    let took = now.duration_since(since).as_secs();
+    let (state, why) = report(view).map_or((ActState::Begun, ""), |r| (r.state, r.message.as_str()));
+    match state {
+        ActState::Done | ActState::Undone if returned => {
+            let message = format!("memory is back, {took} s after {act:?} began{}", colon(why));
+            return end(verdict(Succeeded, "MemoryReturned", message));
+        }
+        ActState::Undone => {
+            let message = format!("{act:?} was taken back before memory was{}", colon(why));
+            return end(verdict(Failed, "ActUndone", message));
+        }
+        ActState::Failed | ActState::Refused => {
+            return end(verdict(Failed, "ActFailed", format!("the agent failed at {act:?}{}", colon(why))));
+        }
+        ActState::Begun | ActState::Done => {}
+    }
+    if gone(view, subject) {
+        return end(verdict(Failed, "PodGone", format!("the pod went before {act:?} was done")));
+    }
+    let policy = &view.spec.policy;
+    match view.asks {
+        Asks::Deleted if act != ActionType::Restart => {
+            let message = format!("policy {policy} was deleted: {act:?} is taken back");
+            return end(verdict(Failed, "PolicyDeleted", message));
+        }
+        Asks::Nothing if act != ActionType::Restart => {
+            let message = format!("policy {policy} no longer asks for {act:?}: it is taken back");
+            return end(verdict(Failed, "PolicyGone", message));
+        }
+        _ => {}
+    }
+    let within = if act == ActionType::Restart { grace(view) + VERIFY_WITHIN } else { LASTING_WITHIN };
+    let left = within - now.duration_since(since);
+    if left.is_positive() {
+        return Step::Rest(Some(left));
+    }
+    let what = match (state, seen) {
+        (_, None) => "the agent reported nothing since",
+        (ActState::Done, _) => "it is done and memory is not back",
+        _ => "it is not done",
+    };
+    let message = format!("{what}, {} s after {act:?} began", within.as_secs());
+    end(verdict(Failed, "MemoryNotReturned", message))
+}
+
+fn colon(why: &str) -> String {
+    if why.is_empty() { String::new() } else { format!(": {why}") }
+}
+
+fn grace(view: &View<'_>) -> SignedDuration {
+    let proposed = view.spec.proposed.grace_period_seconds.map(i64::from);
+    SignedDuration::from_secs(proposed.or(view.grace_seconds).unwrap_or(30))
+}
+
 /// The verdict that a refused token leads to.
 pub fn out_of_budget(said: &[String]) -> Verdict {
     verdict(DecisionState::Proposed, BUDGET_EXHAUSTED, said.join("; "))
 }
 
 /// The verdict that a reserved token leads to.
-pub fn approved() -> Verdict {
-    verdict(DecisionState::Approved, "WithinBudget", "a token is reserved; the eviction follows")
+pub fn approved(spec: &GpuMemoryIncidentSpec) -> Verdict {
+    let message = match carrier(&spec.proposed) {
+        Carrier::Agent => {
+            format!("a token is reserved; the agent on {} may begin {:?}", spec.node, spec.proposed.action)
+        }
+        _ => "a token is reserved; the eviction follows".to_owned(),
+    };
+    verdict(DecisionState::Approved, WITHIN_BUDGET, message)
+}
+
+/// The verdict on an act of the agent that is only rehearsed.
+fn rehearsed(act: ActionType, refusal: Option<&Refusal>) -> Verdict {
+    let would = match refusal {
+        None => format!("{act:?} would have been approved"),
+        Some(refusal) => format!("{act:?} would have waited for its budget: {}", refusal.said.join("; ")),
+    };
+    verdict(DecisionState::Suppressed, "DryRun", would)
 }
 
 /// The verdict that an eviction request leads to; None: nothing changed, look at everything again.
@@ -487,8 +685,10 @@ pub struct Particulars {
     pub workload: Option<String>,
     /// What the budgets said. Empty: as before.
     pub budgets: Vec<String>,
-    /// When the eviction was accepted. None: as before.
-    pub evicted_at: Option<Timestamp>,
+    /// When the act was accepted. None: as before.
+    pub acted_at: Option<Timestamp>,
+    /// Where there is room for what has to go. Empty: as before.
+    pub targets: Vec<String>,
 }
 
 /// The decision to store, or None where `old` says the same or may not be followed by it.
@@ -502,16 +702,20 @@ pub fn record(
         return None;
     }
     let since = old.filter(|o| o.state == verdict.state).map_or(MicroTime(now), |o| o.since.clone());
-    let kept = old.map(|o| (o.budgets.clone(), o.evicted_at.clone(), o.workload.clone())).unwrap_or_default();
+    let kept = |list: Vec<String>, before: fn(&Decision) -> &Vec<String>| match old {
+        Some(old) if list.is_empty() => before(old).clone(),
+        _ => list,
+    };
     let new = Decision {
         state: verdict.state,
         reason: verdict.reason.to_owned(),
         // The schema takes 1024 characters.
         message: verdict.message.chars().take(1024).collect(),
         since,
-        workload: particulars.workload.or(kept.2),
-        budgets: if particulars.budgets.is_empty() { kept.0 } else { particulars.budgets },
-        evicted_at: particulars.evicted_at.map(MicroTime).or(kept.1),
+        workload: particulars.workload.or_else(|| old?.workload.clone()),
+        budgets: kept(particulars.budgets, |old| &old.budgets),
+        acted_at: particulars.acted_at.map(MicroTime).or_else(|| old?.acted_at.clone()),
+        targets: kept(particulars.targets, |old| &old.targets),
     };
     (old != Some(&new)).then_some(new)
 }
@@ -566,7 +770,8 @@ mod tests {
             since: MicroTime(at(100)),
             workload: None,
             budgets: vec![],
-            evicted_at: None,
+            acted_at: None,
+            targets: vec![],
         }
     }
 
@@ -593,6 +798,7 @@ mod tests {
             halted: None,
             refusal: None,
             blocked: None,
+            in_vain: None,
         }
     }
 
@@ -728,6 +934,114 @@ mod tests {
         assert_eq!(outcome(&without, 102), "Cancelled/PodGone", "it was never requested");
     }
 
+    fn agent_act(action: &str, in_place: bool) -> GpuMemoryIncidentSpec {
+        let mut spec = spec("Enforce");
+        spec.proposed = serde_json::from_value(json!({"action": action, "inPlace": in_place})).unwrap();
+        spec
+    }
+
+    fn reported(state: &str, act: &str, second: i64) -> Observation {
+        let at = format!("{:.6}", at(second));
+        let value = json!({"state": state, "at": at, "act": {"state": act, "message": "why"}});
+        serde_json::from_value(value).unwrap()
+    }
+
+    #[test]
+    fn what_the_agent_carries_out_is_approved_and_then_waited_for() {
+        let (pod, kinds) = (pod(), kinds());
+        for spec in [agent_act("Unready", false), agent_act("Park", false), agent_act("Restart", true)] {
+            let base = view(&spec, &pod, &kinds);
+            assert_eq!(decide(&base, at(101)), Step::Allow);
+            let approved = decision(DecisionState::Approved);
+            let waiting = View { decision: Some(&approved), token: true, ..base };
+            assert!(outcome(&waiting, 159).starts_with("Rest"), "no fresh look is asked for");
+            assert_eq!(outcome(&waiting, 160), "Failed/NotBegun");
+            let paused = View { paused: Some("node n1".into()), ..waiting.clone() };
+            assert_eq!(outcome(&paused, 102), "Proposed/Paused", "it is taken back before it begins");
+            for (act, expected) in [
+                ("Begun", "Verifying/Begun"),
+                ("Done", "Verifying/Begun"),
+                ("Undone", "Verifying/Begun"),
+                ("Refused", "Cancelled/ActRefused"),
+                ("Failed", "Failed/ActFailed"),
+            ] {
+                let seen = reported("Over", act, 101);
+                let paused = View { observation: Some(&seen), ..paused.clone() };
+                assert_eq!(outcome(&paused, 102), expected, "{act} was begun before the pause");
+                let proposed = decision(DecisionState::Proposed);
+                let again = View { decision: Some(&proposed), ..paused.clone() };
+                assert_eq!(outcome(&again, 102), expected, "{act}: its token is spent");
+                let without = View { token: false, ..again };
+                assert_eq!(outcome(&without, 102), "Proposed/Paused", "{act} without a token is not ours");
+            }
+        }
+    }
+
+    #[test]
+    fn an_act_of_the_agent_has_helped_when_it_is_done_and_memory_is_back() {
+        let (pod, kinds) = (pod(), kinds());
+        let mut verifying = decision(DecisionState::Verifying);
+        verifying.acted_at = Some(MicroTime(at(110)));
+        let case = |action: &str, seen: &Observation, second: i64| {
+            let spec = agent_act(action, action == "Restart");
+            let view =
+                View { decision: Some(&verifying), observation: Some(seen), ..view(&spec, &pod, &kinds) };
+            outcome(&view, second)
+        };
+        for action in ["Unready", "Park", "Restart"] {
+            assert_eq!(case(action, &reported("Recovered", "Done", 111), 112), "Succeeded/MemoryReturned");
+            assert!(case(action, &reported("Recovered", "Begun", 111), 112).starts_with("Rest"));
+            assert!(case(action, &reported("Over", "Done", 111), 112).starts_with("Rest"));
+            assert!(case(action, &reported("Recovered", "Done", 109), 112).starts_with("Rest"), "of before");
+            assert_eq!(case(action, &reported("Over", "Failed", 111), 112), "Failed/ActFailed");
+            assert_eq!(case(action, &reported("Over", "Undone", 111), 112), "Failed/ActUndone");
+            assert_eq!(case(action, &reported("Over", "Done", 111), 500), "Failed/MemoryNotReturned");
+        }
+    }
+
+    #[test]
+    fn what_lasts_ends_with_its_policy_and_no_pause_keeps_it() {
+        let (pod, kinds) = (pod(), kinds());
+        let verifying = decision(DecisionState::Verifying);
+        let begun = reported("Over", "Begun", 111);
+        let case = |action: &str, asks: Asks<'_>| {
+            let spec = agent_act(action, action == "Restart");
+            let view = View {
+                decision: Some(&verifying),
+                observation: Some(&begun),
+                asks,
+                paused: Some("node n1".into()),
+                ..view(&spec, &pod, &kinds)
+            };
+            outcome(&view, 112)
+        };
+        assert_eq!(case("Unready", Asks::Deleted), "Failed/PolicyDeleted");
+        assert_eq!(case("Park", Asks::Nothing), "Failed/PolicyGone");
+        assert!(case("Restart", Asks::Deleted).starts_with("Rest"), "it cannot be taken back");
+    }
+
+    #[test]
+    fn a_third_restart_in_vain_becomes_a_ticket() {
+        let (spec, pod, kinds) = (spec("Enforce"), pod(), kinds());
+        let in_vain = Some("it was restarted twice".to_owned());
+        let refusal = Some(Refusal { said: vec!["no".into()], retry_at: None });
+        let base = View { refusal, in_vain, ..view(&spec, &pod, &kinds) };
+        assert_eq!(outcome(&base, 101), "Suppressed/TicketNeeded");
+        let back = observation("Recovered", 101);
+        let recovered = View { observation: Some(&back), ..base.clone() };
+        assert_eq!(outcome(&recovered, 102), "Cancelled/Recovered");
+        let unready = agent_act("Unready", false);
+        assert_eq!(outcome(&View { spec: &unready, ..base }, 101), "Proposed/BudgetExhausted");
+    }
+
+    #[test]
+    fn an_act_of_the_agent_is_rehearsed_without_a_call() {
+        let (mut spec, pod, kinds) = (agent_act("Park", false), pod(), kinds());
+        spec.mode = Mode::DryRun;
+        let Step::Record(verdict, None) = decide(&view(&spec, &pod, &kinds), at(300)) else { panic!() };
+        assert_eq!((verdict.reason, verdict.message.as_str()), ("DryRun", "Park would have been approved"));
+    }
+
     #[test]
     fn a_look_from_the_future_is_not_fresh_and_names_the_skew() {
         let (spec, pod, kinds) = (spec("Enforce"), pod(), kinds());
@@ -761,7 +1075,7 @@ mod tests {
     fn verification_waits_for_the_pod_and_for_its_memory() {
         let (spec, pod, kinds) = (spec("Enforce"), pod(), kinds());
         let mut verifying = decision(DecisionState::Verifying);
-        verifying.evicted_at = Some(MicroTime(at(110)));
+        verifying.acted_at = Some(MicroTime(at(110)));
         let (over, gone, stale) =
             (observation("Over", 115), observation("Gone", 115), observation("Gone", 105));
         let base = View { decision: Some(&verifying), ..view(&spec, &pod, &kinds) };
@@ -853,7 +1167,7 @@ mod tests {
         /// Writes a decision as the API server lets it: the transition table is a rule of the CRD.
         fn write(&mut self, cached: Option<&Decision>, verdict: &Verdict, evicted: bool) -> bool {
             let particulars =
-                Particulars { evicted_at: evicted.then(|| at(self.now)), ..Particulars::default() };
+                Particulars { acted_at: evicted.then(|| at(self.now)), ..Particulars::default() };
             let Some(new) = record(cached, verdict, particulars, at(self.now)) else { return true };
             let old = self.decision.as_ref().map(|d| d.state);
             if !may_follow(old, new.state) {
@@ -901,7 +1215,7 @@ mod tests {
                     _ => Leader::Idle,
                 },
                 Leader::Reserved { version, cached } => {
-                    if self.write(cached.as_ref(), &approved(), false) {
+                    if self.write(cached.as_ref(), &approved(spec), false) {
                         Leader::Approved { version, cached: self.decision.clone() }
                     } else {
                         Leader::Idle

@@ -16,15 +16,16 @@ use std::{
 };
 
 use highwater_crds::{
-    ActionType, BreakerScope, ByteSize, DeviceModel, DeviceRule, DeviceSelector, DeviceStatus,
+    Action, ActionType, BreakerScope, ByteSize, DeviceModel, DeviceRule, DeviceSelector, DeviceStatus,
     GpuMemoryNodeSpec, GpuMemoryPolicySpec, IncidentKind, Mode, Partition, PlanBreaker, PlanDriverReserve,
-    PlanLayer, PlanPool, PlanQuota, Pool, Quota, Strength, Victims, Watermark, names,
+    PlanHostMemory, PlanLayer, PlanPool, PlanQuota, Pool, Quota, Strength, Victims, Watermark, names,
 };
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use kube::core::{Selector, SelectorExt};
 
 use crate::{
+    breaker,
     pod::{Labels, NamespaceFacts},
     quota,
 };
@@ -213,7 +214,11 @@ impl Policies {
 }
 
 impl Ranked {
-    fn new(policy: Policy) -> Self {
+    fn new(mut policy: Policy) -> Self {
+        // Two policies ask for the same if their marks are the same, whoever wrote these down.
+        for breaker in &mut policy.spec.breakers {
+            *breaker = breaker::filled(breaker);
+        }
         let read = |field: &str, selector: &LabelSelector| {
             read_selector(selector).map_err(|problem| format!("{field}: {problem}"))
         };
@@ -228,7 +233,11 @@ impl Ranked {
         let no_budget = (policy.spec.mode == Mode::Enforce
             && policy.spec.remediation.as_ref().is_none_or(|r| r.budget.is_none()))
         .then(|| "mode Enforce needs remediation.budget: say how many pods may be down at once".to_owned());
-        let fault = nodes.as_ref().err().or(namespaces.as_ref().err()).cloned().or(rules).or(no_budget);
+        let disorder = policy.spec.breakers.iter().find_map(|breaker| {
+            breaker::disorder(breaker).map(|what| format!("breakers[{:?}]: {what}", breaker.scope))
+        });
+        let fault = nodes.as_ref().err().or(namespaces.as_ref().err()).cloned();
+        let fault = fault.or(rules).or(no_budget).or(disorder);
         Self { nodes: nodes.unwrap_or_default(), namespaces: namespaces.unwrap_or_default(), fault, policy }
     }
 
@@ -600,6 +609,7 @@ fn layer(
             })
             .collect();
 
+        let host_memory = settle_host_memory(&members, &victims.1, losses);
         settle_breach(&members, losses);
         let mut quota_policies = Vec::new();
         for (rank, policy) in &members {
@@ -626,9 +636,11 @@ fn layer(
             driver_reserve,
             pool,
             breakers,
+            host_memory,
         };
         let reserves = rule.driver_reserve.is_some() || rule.pool.is_some();
-        if !rule.quota_policies.is_empty() || reserves || !rule.breakers.is_empty() {
+        let watches = !rule.breakers.is_empty() || rule.host_memory.is_some();
+        if !rule.quota_policies.is_empty() || reserves || watches {
             rules.push(rule);
         }
     }
@@ -664,6 +676,24 @@ fn settle_pool(members: &[(usize, &Policy)], losses: &mut Losses) -> Option<Plan
     value.max_percent = Some(cap.map_or(value.max_percent(), |(most, _)| most));
     let max_policy = cap.filter(|(_, capping)| *capping != rank).and_then(|(_, r)| name_of(members, r));
     Some(PlanPool { policy: name_of(members, rank)?, max_policy, value })
+}
+
+/// The rule on host memory, whole from one policy.
+fn settle_host_memory(
+    members: &[(usize, &Policy)],
+    owner_kinds: &[String],
+    losses: &mut Losses,
+) -> Option<PlanHostMemory> {
+    let claims = members
+        .iter()
+        .filter_map(|(rank, p)| Some((*rank, (p.spec.host_memory.as_ref()?, p.spec.namespaces.as_ref()))));
+    let (rank, (value, namespaces)) = losses.settle("hostMemory", claims)?;
+    Some(PlanHostMemory {
+        policy: name_of(members, rank)?,
+        namespaces: namespaces.cloned(),
+        owner_kinds: owner_kinds.to_vec(),
+        value: value.clone(),
+    })
 }
 
 /// What a breach leads to is taken from the first policy that concerns the pod, so a policy loses
@@ -769,7 +799,8 @@ pub fn terms(
         device.is_none_or(|(product, partition)| r.product == product && r.partition == partition)
     });
     match kind {
-        IncidentKind::Breaker => {
+        // Zombie memory is nobody's: what may be done about it is what the device's breaker asks for.
+        IncidentKind::Breaker | IncidentKind::ZombieMemory => {
             let asks = |b: &PlanBreaker| marks(b).flat_map(|mark| &mark.actions).any(|a| a.type_ == act);
             let breaker = rules.flat_map(|r| &r.breakers).find(|b| b.policy == policy && asks(b))?;
             Some(Terms { namespaces: breaker.namespaces.clone(), owner_kinds: breaker.owner_kinds.clone() })
@@ -780,6 +811,47 @@ pub fn terms(
             quota.value.breach.as_ref()?.actions.iter().find(|a| a.type_ == act)?;
             Some(Terms { namespaces: quota.namespaces.clone(), owner_kinds: quota.owner_kinds.clone() })
         }
+        IncidentKind::HostMemory => {
+            let asks = |h: &&PlanHostMemory| {
+                h.policy == policy && h.value.actions.iter().any(|action| action.type_ == act)
+            };
+            let rule = rules.filter_map(|r| r.host_memory.as_ref()).find(asks)?;
+            Some(Terms { namespaces: rule.namespaces.clone(), owner_kinds: rule.owner_kinds.clone() })
+        }
+    }
+}
+
+/// The settings of an act that a node's plan asks for; those that [`terms`] go with. Of several marks
+/// the highest counts. None where the plan does not ask for the act (any more), or gives no settings.
+pub fn action<'a>(
+    plan: &'a GpuMemoryNodeSpec,
+    mode: Mode,
+    policy: &str,
+    (kind, act): (IncidentKind, ActionType),
+    device: Option<(&str, Partition)>,
+) -> Option<&'a Action> {
+    let layer = plan.layers.iter().find(|l| l.mode == mode)?;
+    let mut rules = layer.rules.iter().filter(|r| {
+        device.is_none_or(|(product, partition)| r.product == product && r.partition == partition)
+    });
+    let is_act = |a: &&Action| a.type_ == act;
+    match kind {
+        IncidentKind::Breaker | IncidentKind::ZombieMemory => rules
+            .flat_map(|r| &r.breakers)
+            .filter(|b| b.policy == policy)
+            .flat_map(|b| marks(b).rev())
+            .flat_map(|mark| &mark.actions)
+            .find(is_act),
+        IncidentKind::QuotaBreach => {
+            let quota = layer.quotas.iter().find(|q| q.policy == policy)?;
+            quota.value.breach.as_ref()?.actions.iter().find(is_act)
+        }
+        IncidentKind::HostMemory => rules
+            .find_map(|r| r.host_memory.as_ref().filter(|h| h.policy == policy))?
+            .value
+            .actions
+            .iter()
+            .find(is_act),
     }
 }
 
@@ -791,13 +863,15 @@ pub fn may_freeze(plan: &GpuMemoryNodeSpec, product: &str, partition: Partition)
         .flat_map(|l| &l.rules)
         .filter(|r| r.product == product && r.partition == partition)
         .flat_map(|r| &r.breakers)
+        // What one pod uses of its limit is no reason to keep others away.
+        .filter(|b| b.value.scope != BreakerScope::Pod)
         .flat_map(marks)
         .flat_map(|mark| &mark.actions)
         .any(|action| action.type_ == ActionType::Freeze)
 }
 
 /// The marks of a breaker that are set.
-fn marks(breaker: &PlanBreaker) -> impl Iterator<Item = &Watermark> {
+fn marks(breaker: &PlanBreaker) -> impl DoubleEndedIterator<Item = &Watermark> {
     [&breaker.value.warning, &breaker.value.critical, &breaker.value.emergency].into_iter().flatten()
 }
 
@@ -918,6 +992,62 @@ mod tests {
         assert!(asked(json!([{"type": "Signal"}, {"type": "Restart"}])));
         assert!(!asked(json!([{"type": "Signal"}])));
         assert!(!asked(json!([])));
+    }
+
+    #[test]
+    fn a_preset_is_filled_in_and_its_marks_can_be_replaced() {
+        let preset = json!({"breakers": [{"scope": "Device", "preset": "WarnBreakEmergency",
+            "warning": {"tripPercent": 70, "clearPercent": 60}}]});
+        let (plan, outcomes) = on_one_node(vec![policy("a", 1, 0, &preset)], &h200());
+        let value = &plan.layers[0].rules[0].breakers[0].value;
+        let trips =
+            [&value.warning, &value.critical, &value.emergency].map(|m| m.as_ref().unwrap().trip_percent);
+        assert_eq!((value.preset, trips), (None, [70, 88, 95]));
+        assert!(outcomes["a"].invalid.is_none());
+        let act = (IncidentKind::Breaker, ActionType::Restart);
+        let restart = action(&plan, Mode::Observe, "a", act, None).unwrap().restart.as_ref();
+        assert_eq!(restart.unwrap().grace_period_seconds, Some(10));
+    }
+
+    #[test]
+    fn a_mark_that_does_not_go_with_its_preset_is_invalid() {
+        let preset = json!({"breakers": [{"scope": "Pod", "preset": "ReclaimRefuse",
+            "warning": {"tripPercent": 92, "clearPercent": 60}}]});
+        let (plan, outcomes) = on_one_node(vec![policy("a", 1, 0, &preset)], &h200());
+        let message = outcomes["a"].invalid.as_ref().unwrap();
+        assert!(message.contains("breakers[Pod]") && message.contains("Warning trips at 92"), "{message}");
+        assert!(plan.layers.is_empty());
+    }
+
+    #[test]
+    fn each_scope_and_the_rule_on_host_memory_is_settled_by_itself() {
+        let of = |scope: &str| json!({"scope": scope, "preset": "ReclaimRefuse"});
+        let host = |trip: i32| json!({"tripPercent": trip, "actions": [{"type": "Restart"}]});
+        let policies = vec![
+            policy("a", 2, 0, &json!({"breakers": [of("Pool")], "hostMemory": host(90)})),
+            policy("b", 1, 0, &json!({"breakers": [of("Device"), of("Pod")], "hostMemory": host(95)})),
+        ];
+        let (plan, outcomes) = on_one_node(policies, &h200());
+        let rule = &plan.layers[0].rules[0];
+        let scopes: Vec<_> = rule.breakers.iter().map(|b| (b.value.scope, b.policy.as_str())).collect();
+        assert_eq!(
+            scopes,
+            [(BreakerScope::Device, "b"), (BreakerScope::Pool, "a"), (BreakerScope::Pod, "b")]
+        );
+        assert_eq!(rule.host_memory.as_ref().unwrap().value.trip_percent, 90);
+        assert_eq!(outcomes["b"].lost.iter().map(|l| l.field.as_str()).collect::<Vec<_>>(), ["hostMemory"]);
+        let host = |act| terms(&plan, Mode::Observe, "a", (IncidentKind::HostMemory, act), None).is_some();
+        assert!(host(ActionType::Restart) && !host(ActionType::Unready));
+    }
+
+    #[test]
+    fn only_breakers_of_the_device_or_its_pool_may_freeze() {
+        for (scope, may) in [("Device", true), ("Pool", true), ("Pod", false)] {
+            let spec = json!({"mode": "Enforce", "remediation": {"budget": {}},
+                "breakers": [{"scope": scope, "preset": "ReclaimRefuse"}]});
+            let (plan, _) = on_one_node(vec![policy("a", 1, 0, &spec)], &h200());
+            assert_eq!(may_freeze(&plan, "NVIDIA H200", Partition::Whole), may, "{scope}");
+        }
     }
 
     #[test]

@@ -41,14 +41,17 @@ pub enum Choice {
 /// How long beyond its grace period a pod that is ending is waited for.
 const LEAVES_WITHIN: SignedDuration = SignedDuration::from_secs(30);
 
+/// Whether a pod that was asked to end should have ended long ago.
+pub fn is_stuck(pod: &PodFacts, now: Timestamp) -> bool {
+    let ends = pod.ends_at.filter(|_| pod.terminating);
+    ends.is_some_and(|ends| now.duration_since(ends) > LEAVES_WITHIN)
+}
+
 /// Picks among the pods on a device at the time `now`. Where somebody is over its due but nobody of these may be
 /// restarted, it is the worst all the same: the incident then says why nothing is done. A pod that
 /// should have ended long ago is passed over: asking again would not make it leave.
 pub fn choose(candidates: &[Candidate<'_>], when_nobody_is_over: WhenNobodyIsOver, now: Timestamp) -> Choice {
-    let stuck = |c: &Candidate<'_>| {
-        let ends = c.pod.ends_at.filter(|_| c.pod.terminating);
-        ends.is_some_and(|ends| now.duration_since(ends) > LEAVES_WITHIN)
-    };
+    let stuck = |c: &Candidate<'_>| is_stuck(c.pod, now);
     let over = || candidates.iter().enumerate().filter(|(_, c)| c.over() > 0 && !stuck(c));
     if let Some((leaving, _)) = over().find(|(_, c)| c.pod.terminating) {
         return Choice::Leaving(leaving);

@@ -212,13 +212,30 @@ fn evidence() -> Value {
     json!({"drop": ["ALL"], "add": ["DAC_READ_SEARCH", "SYS_PTRACE"]})
 }
 
+/// What the agent may have: what `agent.evidence` takes, what `agent.restartInPlace` takes, or both.
+fn of_agent(capabilities: &Value) -> bool {
+    let both = json!({"drop": ["ALL"], "add": ["DAC_READ_SEARCH", "SYS_PTRACE", "KILL"]});
+    [evidence(), both, json!({"drop": ["ALL"], "add": ["KILL"]})].contains(capabilities)
+}
+
+/// The capability that `keeper.park` takes, along with the host's processes.
+fn reach() -> Value {
+    json!({"drop": ["ALL"], "add": ["SYS_PTRACE"]})
+}
+
 fn pod_faults(pod: &Value, part: Part, privileged: bool) -> Vec<String> {
     let mut faults = Vec::new();
+    let reaches = |container: &Value| container.pointer("/securityContext/capabilities") == Some(&reach());
+    let containers = || pod.pointer("/containers").and_then(Value::as_array).into_iter().flatten();
+    let parks = part == Part::Keeper && (privileged || containers().all(reaches));
     if part == Part::Other && pod.pointer("/securityContext/runAsNonRoot") != Some(&json!(true)) {
         faults.push("may run as root".to_owned());
     }
-    if part != Part::Agent && pod.get("hostPID").is_some() {
+    if part != Part::Agent && !parks && pod.get("hostPID").is_some() {
         faults.push("sees the processes of the host".to_owned());
+    }
+    if parks && !privileged && pod.get("hostPID").is_none() {
+        faults.push("may reach into processes that it does not see".to_owned());
     }
     if part == Part::Other && pod.get("volumes").is_some() {
         faults.push("reaches into the host".to_owned());
@@ -233,13 +250,14 @@ fn pod_faults(pod: &Value, part: Part, privileged: bool) -> Vec<String> {
     {
         faults.push("does not tolerate Highwater's own taint".to_owned());
     }
-    for container in pod.pointer("/containers").and_then(Value::as_array).into_iter().flatten() {
+    for container in containers() {
         let has = |pointer: &str, value: Value| container.pointer(pointer) == Some(&value);
         if !has("/securityContext/readOnlyRootFilesystem", json!(true)) {
             faults.push("may write to its root file system".to_owned());
         }
-        let capable = !has("/securityContext/capabilities", json!({"drop": ["ALL"]}))
-            && (part != Part::Agent || !has("/securityContext/capabilities", evidence()));
+        let allowed =
+            part == Part::Agent && container.pointer("/securityContext/capabilities").is_some_and(of_agent);
+        let capable = !(parks || allowed || has("/securityContext/capabilities", json!({"drop": ["ALL"]})));
         if !privileged
             && (capable
                 || !has("/securityContext/allowPrivilegeEscalation", json!(false))
@@ -480,8 +498,15 @@ mod tests {
         assert_eq!(pod_faults(&keeper, Part::Keeper, false), ["has a token for the API server"]);
         keeper["automountServiceAccountToken"] = json!(false);
         assert!(pod_faults(&keeper, Part::Keeper, false).is_empty());
-        keeper["containers"][0]["securityContext"]["capabilities"] = evidence();
+        // To park it needs both, or neither.
+        keeper["containers"][0]["securityContext"]["capabilities"] = reach();
+        assert_eq!(
+            pod_faults(&keeper, Part::Keeper, false),
+            ["may reach into processes that it does not see"]
+        );
         keeper["hostPID"] = json!(true);
+        assert!(pod_faults(&keeper, Part::Keeper, false).is_empty());
+        keeper["containers"][0]["securityContext"]["capabilities"] = evidence();
         assert_eq!(
             pod_faults(&keeper, Part::Keeper, false),
             ["sees the processes of the host", "has more privilege than it needs"]

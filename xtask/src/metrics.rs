@@ -229,6 +229,85 @@ pub(crate) const ALL: &[Metric] = &[
         "Pressure files, by whether they could be `written` or `failed`.",
     ),
     agent(
+        "highwater_pool_level",
+        Kind::Gauge,
+        &["device", "mode"],
+        "Level of the breaker on what is granted of the pool: 0 Normal, 1 Warning, 2 Critical, 3 Emergency. Absent without such a breaker.",
+    ),
+    agent(
+        "highwater_pod_level",
+        Kind::Gauge,
+        &["namespace", "pod", "device", "mode"],
+        "Level of the breaker on the pod's use of its limit. Absent without such a breaker.",
+    ),
+    agent(
+        "highwater_device_headroom_ratio",
+        Kind::Gauge,
+        &["device"],
+        "What is not in use of what can be used: 1 less `highwater_device_usage_ratio`. Absent while the device is not wholly measured.",
+    ),
+    agent(
+        "highwater_node_headroom_ratio",
+        Kind::Gauge,
+        &[],
+        "Headroom of the device of the node that has most. For routers: send work where it is above 0.4.",
+    ),
+    agent(
+        "highwater_hook_calls_total",
+        Kind::Counter,
+        &["preset", "result"],
+        "Calls of an endpoint of a pod's engine: `done`, or why it came to nothing: `connection`, `timeout`, `redirect`, `status`, `malformed`.",
+    ),
+    agent(
+        "highwater_reclaims_total",
+        Kind::Counter,
+        &[],
+        "How often idle grants were taken back and guards asked to trim the driver's pools.",
+    ),
+    agent(
+        "highwater_acts_total",
+        Kind::Counter,
+        &["act", "state"],
+        "Acts that the operator allowed and the agent carried out (`Unready`, `Park`, `RestartInPlace`), by what they came to: `Refused`, `Begun`, `Done`, `Failed`, `Undone`.",
+    ),
+    agent("highwater_pods_unready", Kind::Gauge, &[], "Pods whose pressure file says that they are unready."),
+    agent(
+        "highwater_pod_parked_bytes",
+        Kind::Gauge,
+        POD,
+        "Memory of the pod that is on the host and owed to it on the device. Not part of the ledger's sum. Absent where nothing is parked.",
+    ),
+    agent(
+        "highwater_park_moves_total",
+        Kind::Counter,
+        &["move", "outcome"],
+        "Moves to the host (`park`) and back (`restore`): `done`, `failed`, `refused`, `lost`.",
+    ),
+    agent(
+        "highwater_pod_host_memory_bytes",
+        Kind::Gauge,
+        &["namespace", "pod"],
+        "Host memory of the pod that cannot be dropped. Below the clear mark of its rule it is at most that much. Absent without a rule, or without cgroup v2.",
+    ),
+    agent(
+        "highwater_pod_host_memory_limit_bytes",
+        Kind::Gauge,
+        &["namespace", "pod"],
+        "What that is measured against: the pod's limit, or that of its fullest container, or the node's memory.",
+    ),
+    agent(
+        "highwater_pod_host_memory_pressure_ratio",
+        Kind::Gauge,
+        &["namespace", "pod"],
+        "Memory pressure index of the pod in the last whole window of 10 s, from 0 to 1.",
+    ),
+    agent(
+        "highwater_grant_duration_seconds",
+        Kind::Histogram,
+        &["outcome"],
+        "From the moment a guard's question for more memory was read until it was answered: `granted` or `refused`. The driver's own work on memory that was just released comes on top, in the program.",
+    ),
+    agent(
         "highwater_plan_age_seconds",
         Kind::Gauge,
         &[],
@@ -259,7 +338,7 @@ pub(crate) const ALL: &[Metric] = &[
         "highwater_budget_tokens",
         Kind::Gauge,
         &["policy"],
-        "Restarts reserved in the current windows, by policy.",
+        "Acts reserved in the current windows, by policy.",
     ),
     operator(
         "highwater_policy_conditions",
@@ -283,10 +362,16 @@ pub(crate) const ALL: &[Metric] = &[
     operator("highwater_watch_errors_total", Kind::Counter, &["kind"], "Watches that were interrupted."),
     operator("highwater_fleet_halted", Kind::Gauge, &[], "1 while the fleet breaker holds every new act."),
     operator(
+        "highwater_redirections_total",
+        Kind::Counter,
+        &["outcome"],
+        "Searches for room before a drain: `target`, or `no_target`.",
+    ),
+    operator(
         "highwater_reaction_seconds",
         Kind::Histogram,
         &[],
-        "From the sample that satisfied a hold to the accepted eviction.",
+        "From the sample that satisfied a hold to the accepted eviction, or to the cordon of a drain.",
     ),
 ];
 

@@ -5,7 +5,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::{ActionType, Level, Mode, Strength, StrengthReason};
+use crate::{ActionType, BreakerScope, Level, Mode, Strength, StrengthReason};
 
 /// One episode: evidence (`spec`, by the agent), what is seen now (`status.observation`, by the
 /// agent) and what was decided (`status.decision`, by the operator).
@@ -71,8 +71,12 @@ pub struct GpuMemoryIncidentSpec {
 pub enum IncidentKind {
     /// A pod holds more than its limit.
     QuotaBreach,
-    /// A device breaker tripped.
+    /// A breaker tripped.
     Breaker,
+    /// A pod's host memory passed its mark.
+    HostMemory,
+    /// Memory of a device is listed for processes that are gone.
+    ZombieMemory,
 }
 
 /// The pod that an incident is about.
@@ -97,11 +101,19 @@ pub struct Evidence {
     /// When the sample was taken that satisfied the hold.
     pub at: MicroTime,
 
-    /// Level of the device by the breaker that tripped.
+    /// What the breaker that tripped measures. Absent: the device, or no breaker tripped.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scope: Option<BreakerScope>,
+
+    /// Level by the breaker that tripped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub level: Option<Level>,
 
-    /// Use of the device in percent of what can be used.
+    /// The level was entered before its mark was reached, because memory rose fast.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub early: bool,
+
+    /// Use of what the breaker measures, in percent of what can be used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub level_percent: Option<i32>,
 
@@ -181,9 +193,19 @@ pub struct Proposal {
     #[schemars(range(min = 0, max = 3600))]
     pub grace_period_seconds: Option<i32>,
 
+    /// Restart the containers where they are instead of evicting the pod.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub in_place: bool,
+
     /// Bytes that the act should free.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub frees_bytes: Option<i64>,
+
+    /// What else was weighed, a line each: the act, on whom, what it would free, and why it was not
+    /// chosen or was not enough.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 12), inner(length(max = 256)))]
+    pub alternatives: Vec<String>,
 }
 
 /// What is seen now and what was decided.
@@ -212,6 +234,41 @@ pub struct Observation {
 
     /// When this was measured.
     pub at: MicroTime,
+
+    /// What became of an act that the agent carries out once it is approved (`Unready`, `Park`, a
+    /// restart in place). Absent: nothing was begun.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub act: Option<ActReport>,
+}
+
+/// What became of an act that the agent carries out.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ActReport {
+    /// How far it is.
+    pub state: ActState,
+    /// Why, in a sentence with the numbers.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schemars(length(max = 256))]
+    pub message: String,
+    /// Bytes that lie on the host because of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parked_bytes: Option<i64>,
+}
+
+/// How far an act is that the agent carries out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+pub enum ActState {
+    /// A precondition does not hold: it was not begun.
+    Refused,
+    /// It is under way.
+    Begun,
+    /// It is done and lasts.
+    Done,
+    /// It went wrong.
+    Failed,
+    /// It was done and has been taken back: the pod is as before.
+    Undone,
 }
 
 /// Whether the reason for an incident still holds.
@@ -260,9 +317,15 @@ pub struct Decision {
     #[schemars(length(max = 16), inner(length(max = 256)))]
     pub budgets: Vec<String>,
 
-    /// When the API server accepted the eviction.
+    /// When the act was accepted: by the API server where it is an eviction, by the agent where the
+    /// agent carries it out, when the node was cordoned where it is a drain.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub evicted_at: Option<MicroTime>,
+    pub acted_at: Option<MicroTime>,
+
+    /// Where there was room for what had to go, as names of nodes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 8), inner(length(max = 253)))]
+    pub targets: Vec<String>,
 }
 
 /// Where an incident stands: `Proposed -> Approved -> Verifying -> Succeeded`, or an end

@@ -5,7 +5,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::{Breaker, ByteSize, DriverReserve, Mode, Partition, Pool, Quota, Strength};
+use crate::{Breaker, ByteSize, DriverReserve, HostMemory, Mode, Partition, Pool, Quota, Strength};
 
 /// The plan for one node (`spec`, by the operator) and its state (`status`, by the agent).
 ///
@@ -113,6 +113,11 @@ pub struct DeviceRule {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 3))]
     pub breakers: Vec<PlanBreaker>,
+
+    /// The rule on the host memory of the pods that use these devices. A pod that uses several
+    /// kinds of device has the rule of the first that has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_memory: Option<PlanHostMemory>,
 }
 
 /// A driver reserve and the policy it came from.
@@ -155,8 +160,25 @@ pub struct PlanBreaker {
     /// The owner kinds whose pods it may restart.
     #[schemars(length(max = 16))]
     pub owner_kinds: Vec<String>,
-    /// Its value.
+    /// Its value. Marks of a preset are filled in.
     pub value: Breaker,
+}
+
+/// A rule on host memory, the policy it came from, and whom that policy lets it act on.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PlanHostMemory {
+    /// The policy.
+    #[schemars(length(max = 253))]
+    pub policy: String,
+    /// Its namespaces. Absent: every one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub namespaces: Option<LabelSelector>,
+    /// The owner kinds whose pods it may restart.
+    #[schemars(length(max = 16))]
+    pub owner_kinds: Vec<String>,
+    /// Its value.
+    pub value: HostMemory,
 }
 
 /// The quotas of one policy.
@@ -297,6 +319,9 @@ pub struct DeviceStatus {
     /// Number of pods over their due. Absent: none, or left out for the size of the object.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub over: i32,
+    /// Number of pods whose memory here is parked on the host. Absent: none.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub parked: i32,
     /// Something is wrong with the device: why it is not measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fault: Option<DeviceFault>,

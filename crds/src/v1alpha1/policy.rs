@@ -94,6 +94,10 @@ pub struct GpuMemoryPolicySpec {
     #[x_kube(merge_strategy = ListMerge::Map(vec!["scope".into()]))]
     pub breakers: Vec<Breaker>,
 
+    /// A rule on the host memory of the pods that use the devices.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_memory: Option<HostMemory>,
+
     /// Leak detection. Not yet served.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leaks: Option<Leaks>,
@@ -485,8 +489,8 @@ impl Strength {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
-    validation = Rule::new("!has(self.actions) || self.actions.all(a, a.type != 'Freeze')")
-        .message("Freeze is an action of breakers, not of a quota breach: remove it")
+    validation = Rule::new("!has(self.actions) || self.actions.all(a, !(a.type in ['Freeze', 'Drain']))")
+        .message("Freeze and Drain are actions of breakers, not of a quota breach: remove them")
 )]
 pub struct Breach {
     /// How far above the limit is still let pass.
@@ -514,10 +518,10 @@ fn default_breach_hold() -> i32 {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
-    validation = Rule::new("self.scope == 'Device'")
-        .message("of breakers only scope Device is served by this version"),
-    validation = Rule::new("has(self.warning) || has(self.critical) || has(self.emergency)")
-        .message("give at least one of warning, critical and emergency"),
+    validation = Rule::new("has(self.preset) || has(self.warning) || has(self.critical) || has(self.emergency)")
+        .message("give a preset, or at least one of warning, critical and emergency"),
+    validation = Rule::new("self.scope == 'Device' || ((!has(self.warning) || !has(self.warning.actions) || self.warning.actions.all(a, a.type != 'Drain')) && (!has(self.critical) || !has(self.critical.actions) || self.critical.actions.all(a, a.type != 'Drain')) && (!has(self.emergency) || !has(self.emergency.actions) || self.emergency.actions.all(a, a.type != 'Drain')))")
+        .message("only a breaker of scope Device may ask for Drain: remove it"),
     validation = Rule::new("!has(self.warning) || !has(self.critical) || (self.warning.tripPercent < self.critical.tripPercent && self.warning.clearPercent <= self.critical.clearPercent)")
         .message("levels are out of order: warning must trip below critical, and clear no higher"),
     validation = Rule::new("!has(self.critical) || !has(self.emergency) || (self.critical.tripPercent < self.emergency.tripPercent && self.critical.clearPercent <= self.emergency.clearPercent)")
@@ -528,6 +532,14 @@ fn default_breach_hold() -> i32 {
 pub struct Breaker {
     /// What the levels are measured on.
     pub scope: BreakerScope,
+
+    /// Marks and actions to start from. A mark that is given as well holds instead of the preset's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub preset: Option<BreakerPreset>,
+
+    /// Enter a level early, while memory rises so fast that the device would soon be full.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rise: Option<Rise>,
 
     /// How long a level lasts at least before it may fall again, in milliseconds.
     #[serde(default = "default_minimum_stay")]
@@ -555,14 +567,113 @@ fn default_minimum_stay() -> i32 {
     2000
 }
 
+/// Marks and actions that belong together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+pub enum BreakerPreset {
+    /// 75 %: `Signal`; 88 %: also `Hook`, `Reclaim` and `Freeze`; 95 %: also `Restart` with a grace
+    /// period of 10 s. Cleared at 72, 84 and 90 %.
+    WarnBreakEmergency,
+    /// 80 %: `Signal` and `Reclaim`; 90 %: also `Hook`; 95 %: also `Freeze`, so that nothing more is
+    /// granted. Cleared at 76, 86 and 91 %. Nobody is restarted.
+    ReclaimRefuse,
+}
+
+/// Trips a breaker before its mark is reached. The rate is the slope of use over the last seconds;
+/// a level is entered when, at that rate, 95 % would be reached within the lead.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Rise {
+    /// The level that is entered early.
+    #[serde(default = "default_rise_level")]
+    pub level: RiseLevel,
+
+    /// How long before 95 % would be reached, in seconds.
+    #[schemars(range(min = 1, max = 3600))]
+    pub lead_seconds: i32,
+
+    /// Below this percentage nothing is entered early, however fast memory rises.
+    #[serde(default = "default_rise_floor")]
+    #[schemars(range(min = 1, max = 95))]
+    pub above_percent: i32,
+}
+
+fn default_rise_level() -> RiseLevel {
+    RiseLevel::Critical
+}
+
+fn default_rise_floor() -> i32 {
+    60
+}
+
+/// A level that [`Rise`] may enter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+pub enum RiseLevel {
+    /// The lowest mark.
+    Warning,
+    /// The middle mark.
+    Critical,
+}
+
+/// A rule on the host memory of pods, for nodes with cgroup v2. Without cgroup v2 it does not hold,
+/// and the node's status says so.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = Rule::new("self.clearPercent < self.tripPercent")
+        .message("clearPercent must be below tripPercent: a rule needs room between them, or it flaps"),
+    validation = Rule::new("!has(self.actions) || self.actions.all(a, a.type in ['Signal', 'Hook', 'Unready', 'Restart'])")
+        .message("host memory is given back by the pod alone: only Signal, Hook, Unready and Restart can help")
+)]
+pub struct HostMemory {
+    /// Trips where a pod's memory that cannot be dropped (anonymous, shared, swapped) is at or above
+    /// this share of its limit, or of the node's memory where it has none.
+    #[serde(default = "default_host_trip")]
+    #[schemars(range(min = 1, max = 100))]
+    pub trip_percent: i32,
+
+    /// Is over below this share.
+    #[serde(default = "default_host_clear")]
+    #[schemars(range(min = 0, max = 99))]
+    pub clear_percent: i32,
+
+    /// How long it must stay at or above `tripPercent`, in milliseconds.
+    #[serde(default = "default_host_hold")]
+    #[schemars(range(min = 0, max = 600_000))]
+    pub hold_milliseconds: i32,
+
+    /// Trips as well where the pod's memory pressure index stayed above this in three windows of
+    /// 10 s. Absent: the index is a metric and trips nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1, max = 100))]
+    pub pressure_index_percent: Option<i32>,
+
+    /// What is done, cheapest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 8))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
+    pub actions: Vec<Action>,
+}
+
+fn default_host_trip() -> i32 {
+    92
+}
+
+fn default_host_clear() -> i32 {
+    88
+}
+
+fn default_host_hold() -> i32 {
+    5000
+}
+
 /// What a breaker measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
 pub enum BreakerScope {
     /// Use of a whole device or MIG instance.
     Device,
-    /// Use of the reservation pool. Not yet served.
+    /// What is granted of the reservation pool. Without a pool it never trips.
     Pool,
-    /// Use of one pod against its limit. Not yet served.
+    /// Use of each pod on a device against its limit there. A pod without a limit never trips it.
     Pod,
 }
 
@@ -613,12 +724,16 @@ pub enum WhenNobodyIsOver {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
-    validation = Rule::new("self.type in ['Signal', 'Freeze', 'Restart']")
-        .message("this action is not yet served by this version: served are Signal, Freeze and Restart"),
     validation = Rule::new("!has(self.restart) || self.type == 'Restart'")
         .message("restart may be set only where type is Restart"),
     validation = Rule::new("!has(self.freeze) || self.type == 'Freeze'")
-        .message("freeze may be set only where type is Freeze")
+        .message("freeze may be set only where type is Freeze"),
+    validation = Rule::new("!has(self.hook) || self.type == 'Hook'")
+        .message("hook may be set only where type is Hook"),
+    validation = Rule::new("!has(self.park) || self.type == 'Park'")
+        .message("park may be set only where type is Park"),
+    validation = Rule::new("!has(self.drain) || self.type == 'Drain'")
+        .message("drain may be set only where type is Drain")
 )]
 pub struct Action {
     /// What is done.
@@ -632,6 +747,25 @@ pub struct Action {
     /// Settings of `Freeze`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub freeze: Option<FreezeAction>,
+
+    /// Settings of `Hook`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hook: Option<HookAction>,
+
+    /// Settings of `Park`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub park: Option<ParkAction>,
+
+    /// Settings of `Drain`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drain: Option<DrainAction>,
+}
+
+impl Action {
+    /// An action without settings.
+    pub const fn of(type_: ActionType) -> Self {
+        Self { type_, restart: None, freeze: None, hook: None, park: None, drain: None }
+    }
 }
 
 /// The acts, gentlest first.
@@ -639,20 +773,39 @@ pub struct Action {
 pub enum ActionType {
     /// Write the pressure file of pods that opted in.
     Signal,
-    /// Call the pod's own endpoint. Not yet served.
+    /// Call an endpoint of the pods that opted in, by which their engine frees caches.
     Hook,
-    /// Take the pod out of its Services. Not yet served.
+    /// Take a pod out of its Services, by its own readiness probe, until memory has fallen.
     Unready,
-    /// No new work on the node: a `NoSchedule` taint.
+    /// No new work: no new grants on the device, and a taint on the device or on the node.
     Freeze,
-    /// Take idle grants back. Not yet served.
+    /// Take idle grants back, and let guards trim the driver's pools in their pods.
     Reclaim,
-    /// Move the pod's GPU memory to host memory. Not yet served.
+    /// Move the GPU memory of a pod that opted in to host memory, and back when there is room.
     Park,
     /// Evict the pod; its owner starts it anew.
     Restart,
-    /// Drain the node. Not yet served.
+    /// Cordon the node and evict the pods that may be restarted there, if there is room elsewhere.
     Drain,
+}
+
+impl ActionType {
+    /// Every act, gentlest first.
+    pub const ALL: [Self; 8] = [
+        Self::Signal,
+        Self::Hook,
+        Self::Unready,
+        Self::Freeze,
+        Self::Reclaim,
+        Self::Park,
+        Self::Restart,
+        Self::Drain,
+    ];
+
+    /// Whether the operator must allow it, within its budgets.
+    pub const fn is_budgeted(self) -> bool {
+        matches!(self, Self::Unready | Self::Park | Self::Restart | Self::Drain)
+    }
 }
 
 /// Settings of `Restart`.
@@ -663,6 +816,69 @@ pub struct RestartAction {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 3600))]
     pub grace_period_seconds: Option<i32>,
+
+    /// Where a pod has agreed to it by its annotation `highwater.dev/restart: InPlace`, its
+    /// containers that use the device are stopped and started by the kubelet where they are,
+    /// instead of evicting the pod. Absent: false.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub in_place: bool,
+}
+
+/// Settings of `Hook`.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct HookAction {
+    /// How long the endpoint may take to answer, in milliseconds.
+    #[serde(default = "default_hook_timeout")]
+    #[schemars(range(min = 100, max = 30_000))]
+    pub timeout_milliseconds: i32,
+}
+
+impl HookAction {
+    /// `timeoutMilliseconds` where there are no settings.
+    pub const DEFAULT_TIMEOUT_MILLISECONDS: i32 = 2000;
+}
+
+fn default_hook_timeout() -> i32 {
+    HookAction::DEFAULT_TIMEOUT_MILLISECONDS
+}
+
+/// Settings of `Park`.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ParkAction {
+    /// Most host memory that parked pods may take on a node. Absent: whatever the node has, less a
+    /// tenth of each image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_host_size: Option<ByteSize>,
+
+    /// A pod that could not be restored for so long is restarted instead, in minutes.
+    #[serde(default = "default_park_minutes")]
+    #[schemars(range(min = 1, max = 1440))]
+    pub max_minutes: i32,
+}
+
+fn default_park_minutes() -> i32 {
+    60
+}
+
+/// Settings of `Drain`.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DrainAction {
+    /// How long the drain may take before it is given up and undone, in minutes.
+    #[serde(default = "default_drain_minutes")]
+    #[schemars(range(min = 1, max = 1440))]
+    pub timeout_minutes: i32,
+}
+
+impl DrainAction {
+    /// `timeoutMinutes` where there are no settings.
+    pub const DEFAULT_TIMEOUT_MINUTES: i32 = 15;
+}
+
+fn default_drain_minutes() -> i32 {
+    DrainAction::DEFAULT_TIMEOUT_MINUTES
 }
 
 /// Settings of `Freeze`.

@@ -261,7 +261,7 @@ fn objects(pods: &[Pod]) -> Result<Objects> {
 /// A policy as a fleet would have it, but without holds.
 fn plan() -> GpuMemoryNodeSpec {
     let policy = || "bench".to_owned();
-    let signal = || vec![Action { type_: ActionType::Signal, restart: None, freeze: None }];
+    let signal = || vec![Action::of(ActionType::Signal)];
     let mark = |trip_percent, clear_percent| {
         Some(Watermark { trip_percent, clear_percent, hold_milliseconds: 0, actions: signal() })
     };
@@ -271,6 +271,8 @@ fn plan() -> GpuMemoryNodeSpec {
         owner_kinds: vec!["ReplicaSet".into()],
         value: Breaker {
             scope: BreakerScope::Device,
+            preset: None,
+            rise: None,
             minimum_stay_milliseconds: 2000,
             warning: mark(75, 72),
             critical: mark(88, 84),
@@ -296,6 +298,7 @@ fn plan() -> GpuMemoryNodeSpec {
         driver_reserve: None,
         pool: None,
         breakers: vec![breaker],
+        host_memory: None,
     };
     let layer = PlanLayer { mode: Mode::Enforce, rules: vec![rule], quotas: vec![quota] };
     GpuMemoryNodeSpec { plan_life_seconds: 600, stand_down: false, layers: vec![layer] }

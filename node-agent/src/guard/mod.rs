@@ -14,6 +14,7 @@ use std::sync::Arc;
 use highwater_guard_abi::wire::ToGuard;
 
 pub(crate) use pages::Pages;
+pub(crate) use peer::{Peer, of_pid};
 pub(crate) use server::{Guards, Settings};
 
 /// What the loop asks of the thread. Pods are named by the UID that the kubelet knows.
@@ -39,6 +40,13 @@ pub(crate) enum Order {
         connection: u64,
         /// What.
         what: ToGuard,
+    },
+    /// Has every guard of a pod trim the driver's pools, at their next call of the driver. Nobody answers.
+    Trim {
+        /// The pod.
+        pod: Arc<str>,
+        /// Ordinal of the device.
+        device: u32,
     },
     /// Corrects what is charged to a slot, in bytes, in place of an earlier correction.
     Correct {

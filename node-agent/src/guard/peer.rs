@@ -32,6 +32,13 @@ pub(crate) struct Peer {
     pub(crate) identity: Identity,
 }
 
+impl Peer {
+    /// Whether it has ended.
+    pub(crate) fn has_ended(&self) -> bool {
+        is_ready(&self.pidfd, PollFlags::IN)
+    }
+}
+
 /// The process that made this connection. `None` if it is gone, or if there is no telling.
 pub(crate) fn of_connection(socket: impl AsFd, proc_root: &Path) -> Option<Peer> {
     let pid = socket_peercred(&socket).ok()?.pid;

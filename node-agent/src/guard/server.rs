@@ -82,6 +82,8 @@ pub(crate) struct Settings {
     pub(crate) kubelet_root: PathBuf,
     /// `/proc` of the host.
     pub(crate) proc_root: PathBuf,
+    /// How long guards' questions took, in seconds, by `granted` and `refused`.
+    pub(crate) grants: prometheus::HistogramVec,
 }
 
 /// The handle on the thread.
@@ -171,6 +173,8 @@ struct Connection {
     paused: bool,
     /// What it said of its strength.
     flags: u32,
+    /// When each of its questions came that are not answered, by device and ticket.
+    asked: HashMap<(u32, u32), Instant>,
 }
 
 /// A process that has slots.
@@ -213,10 +217,13 @@ enum Timer {
 }
 
 const WAKE: u64 = 0;
+/// Questions of a connection that are timed at once. What it may ask is bounded by how often.
+const QUESTIONS: usize = 64;
 
 /// The thread's state.
 struct Server {
     places: Places,
+    grants: prometheus::HistogramVec,
     proc_root: PathBuf,
     orders: Receiver<Order>,
     news: Box<dyn Fn(News) + Send>,
@@ -239,6 +246,7 @@ impl Server {
         epoll::add(&epoll, &wake, EventData::new_u64(WAKE), EventFlags::IN)?;
         Ok(Self {
             places: Places::new(settings.kubelet_root),
+            grants: settings.grants,
             proc_root: settings.proc_root,
             orders,
             news,
@@ -313,7 +321,15 @@ impl Server {
         match order {
             Order::Serve { pod, pages, resumed } => self.serve(&pod, &pages, resumed, now),
             Order::Leave { pod } => self.leave(&pod),
-            Order::Tell { connection, what } => self.tell(connection, &what, &[]),
+            Order::Tell { connection, what } => self.answer(connection, &what, now),
+            Order::Trim { pod, device } => {
+                let is_theirs = |member: &Member| matches!(member, Member::Connection(c) if c.pod == pod && c.process.is_some());
+                let theirs = self.members.iter().filter(|(_, member)| is_theirs(member)).map(|(id, _)| *id);
+                let theirs: Vec<u64> = theirs.collect();
+                for id in theirs {
+                    self.tell(id, &ToGuard::Trim { device }, &[]);
+                }
+            }
             Order::Correct { pod, pid, slot, device, bytes } => {
                 if let Some(ward) = self.wards.get_mut(&pod) {
                     ward.corrections.insert((slot, device), (pid, bytes));
@@ -518,6 +534,7 @@ impl Server {
                 process: None,
                 frames: Bucket::new(FRAMES.0, FRAMES.1, now),
                 paused: false,
+                asked: HashMap::new(),
                 flags: 0,
             };
             self.members.insert(id, Member::Connection(connection));
@@ -577,6 +594,9 @@ impl Server {
             (ToAgent::Hello(_), Some(_)) | (_, None) => self.refuse(id, DeniedReason::Malformed),
             (ToAgent::Grant { device, ticket, wanted_total_units, wait_milliseconds }, Some(_)) => {
                 if usize::try_from(device).is_ok_and(|device| device < ward.pages.quota.len()) {
+                    if connection.asked.len() < QUESTIONS {
+                        connection.asked.insert((device, ticket), now);
+                    }
                     (self.news)(News::Wants(Want {
                         pod: Arc::clone(&connection.pod),
                         connection: id,
@@ -806,6 +826,22 @@ impl Server {
     }
 
     /// Says something to a guard, with descriptors. Whoever does not read what it is told is cut off.
+    /// Answers a question, and notes how long that took.
+    fn answer(&mut self, id: u64, what: &ToGuard, now: Instant) {
+        let (key, outcome) = match what {
+            ToGuard::Granted { device, ticket, .. } => ((*device, *ticket), "granted"),
+            ToGuard::NotGranted { device, ticket, .. } => ((*device, *ticket), "refused"),
+            _ => return self.tell(id, what, &[]),
+        };
+        self.tell(id, what, &[]);
+        if let Some(Member::Connection(connection)) = self.members.get_mut(&id)
+            && let Some(asked) = connection.asked.remove(&key)
+        {
+            let took = now.saturating_duration_since(asked);
+            self.grants.with_label_values(&[outcome]).observe(took.as_secs_f64());
+        }
+    }
+
     fn tell(&mut self, id: u64, what: &ToGuard, descriptors: &[std::os::fd::BorrowedFd<'_>]) {
         let Some(Member::Connection(connection)) = self.members.get(&id) else { return };
         let (frame, length) = what.encode();
@@ -968,7 +1004,8 @@ mod tests {
 
     fn start(root: &Path) -> (Guards, Receiver<News>) {
         let (send, news) = mpsc::channel();
-        let settings = Settings { kubelet_root: root.into(), proc_root: root.join("proc") };
+        let grants = crate::metrics::grant_durations("n1").unwrap();
+        let settings = Settings { kubelet_root: root.into(), proc_root: root.join("proc"), grants };
         (Guards::start(settings, move |news| drop(send.send(news))).unwrap(), news)
     }
 
@@ -1199,7 +1236,8 @@ mod tests {
         // After exec, what the program before had opened is closed.
         drop(first);
         let third = Fake::connect(&node.run(POD)).hello(0).unwrap();
-        assert_eq!(pages.usage.charged(0), 0);
+        // The new connection may be heard of before the end of the old one.
+        await_true("the slot to be given back", || pages.usage.charged(0) == 0);
         node.heard(|news| matches!(news, News::Left { slot, .. } if *slot == welcome.slot));
         assert_ne!(third.slot, 0);
     }

@@ -25,6 +25,9 @@ pub(crate) enum Command {
     /// Makes memory for a keeper, its parent, with which it speaks over standard input.
     #[command(hide = true)]
     Worker(Worker),
+    /// Moves memory of processes for a keeper, as the worker.
+    #[command(hide = true)]
+    Mover(Worker),
 }
 
 /// Where the keeper is found.
@@ -56,6 +59,11 @@ pub(crate) struct Serve {
     /// The guard that is copied into each volume. Absent: volumes are refused.
     #[arg(long, env = "HIGHWATER_GUARD_LIBRARY")]
     pub(crate) guard_library: Option<PathBuf>,
+
+    /// The program that is copied into each volume beside the guard, for readiness probes. Absent:
+    /// volumes have none.
+    #[arg(long, env = "HIGHWATER_READY_HELPER")]
+    pub(crate) ready_helper: Option<PathBuf>,
 
     /// How long a worker stays without work, in seconds. It is 10 MiB large, and takes a moment
     /// to start.

@@ -63,7 +63,11 @@ impl Csi {
         made.with_context(|| format!("make {}", plugin.display()))?;
         let endpoint = plugin.join("csi.sock");
         let registration = args.kubelet_root.join("plugins_registry").join(REGISTRATION);
-        let volumes = Arc::new(Volumes::new(args.kubelet_root.clone(), args.guard_library.clone()));
+        let volumes = Arc::new(Volumes::new(
+            args.kubelet_root.clone(),
+            args.guard_library.clone(),
+            args.ready_helper.clone(),
+        ));
         let stop = CancellationToken::new();
 
         let service = Service { node, endpoint: endpoint.clone(), volumes };

@@ -29,6 +29,7 @@ use crate::{
         Answer, Ask, Batch, KEYS_A_PAGE, Last, MOST_BYTES, MOST_STORED, Outcome, Phase, Reason, Refusal,
         Released, Reply, Request, Reserved, Role, Status, is_key, is_uuid,
     },
+    park::{Due, Ended, Parks},
     place::{Lock, Place},
     probe::Pulse,
     succeed::{Inheritance, Predecessor},
@@ -57,6 +58,9 @@ const QUIET: Duration = Duration::from_secs(4);
 const HANDING_OVER: Duration = Duration::from_mins(1);
 /// How long an end waits for a keeper that stands by to take over.
 const ENDING: Duration = Duration::from_secs(8);
+/// How long an end with nobody to take over waits until what is parked is back. The pod's grace period
+/// is longer.
+const UNDOING: Duration = Duration::from_secs(100);
 
 /// Why a keeper holds no longer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,6 +131,9 @@ struct Holder<'a> {
     clients: HashMap<u64, Client>,
     workers: mpsc::Sender<worker::Event>,
     closed: mpsc::UnboundedSender<Closed>,
+    parks: Parks<Asker>,
+    /// A successor was told to wait until no memory is being moved.
+    put_off: bool,
 }
 
 /// Serves until another keeper holds everything, or `end` comes.
@@ -141,17 +148,21 @@ pub(crate) async fn hold(
     let (clients, mut from_clients) = mpsc::channel(EVENTS);
     let (workers, mut from_workers) = mpsc::channel(EVENTS);
     let (closed, mut from_closing) = mpsc::unbounded_channel();
+    let (ended, mut from_moving) = mpsc::unbounded_channel::<Ended>();
     let mut door = Door::open(args, place, clients)?;
     let (told, mut predecessors_end) = mpsc::channel::<()>(1);
-    let mut holder = Holder::new(args, holdings, workers, closed);
     // From here on this keeper answers for everything; the other one is told, and closes its own.
+    let mut lingers = unknown;
     if let Some(predecessor) = predecessor
         && let Some(slow) = predecessor.done().await
     {
-        holder.predecessor = true;
+        lingers = true;
         tokio::spawn(tell_end(slow, told.clone()));
     }
-    holder.predecessor |= unknown;
+    // The other one may have written to its journal until now.
+    let parks = Parks::take_up(args.state.state_dir.clone(), args.libraries.clone(), ended);
+    let mut holder = Holder::new(args, holdings, workers, closed, parks);
+    holder.predecessor = lingers;
     let mut lock = take_lock(place);
     drop(starting);
     info!(bytes = holder.bytes(), devices = holder.devices.len(), "holding");
@@ -159,16 +170,32 @@ pub(crate) async fn hold(
 
     let mut tick = interval(TICK);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut ending = None::<Instant>;
+    let (mut ending, mut undoing) = (None::<Instant>, false);
     loop {
         tokio::select! {
             biased;
             () = end.as_mut(), if ending.is_none() => {
-                if !holder.offer() {
+                if holder.offer() {
+                    let busy = !holder.parks.is_quiet();
+                    ending = Some(Instant::now() + if busy { UNDOING } else { ENDING });
+                } else if holder.parks.end() {
+                    info!("ended; what is held is freed, and what is parked brought back first");
+                    // Nobody is owed it any more, and what comes back needs room.
+                    holder.begin_standing_down();
+                    (ending, undoing) = (Some(Instant::now() + UNDOING), true);
+                } else {
                     info!("ended; what is held is freed");
                     return Ok(End::Terminated);
                 }
-                ending = Some(Instant::now() + ENDING);
+            }
+            Some(ended) = from_moving.recv() => {
+                if let Some(due) = holder.parks.on_ended(ended) {
+                    holder.reply_moved(due);
+                }
+                if undoing && holder.parks.is_empty() {
+                    info!("everything that was parked is back");
+                    return Ok(End::Terminated);
+                }
             }
             Some(closed) = from_closing.recv() => holder.on_closed(closed),
             Some(event) = from_workers.recv() => holder.on_worker(event),
@@ -190,13 +217,22 @@ pub(crate) async fn hold(
                     holder.predecessor &= lock.is_none();
                 }
                 holder.on_tick();
+                if undoing && holder.parks.is_empty() {
+                    return Ok(End::Terminated);
+                }
+                // One that had to wait while memory was moved.
+                if ending.is_some() && holder.put_off && holder.parks.is_quiet() {
+                    holder.put_off = false;
+                    holder.offer();
+                }
                 if holder.hand_over.is_none() && !door.keep() {
                     warn!("another keeper has taken this one's place: letting go of what is held");
                     holder.let_go_unasked().await;
                     return Ok(End::HandedOver);
                 }
                 if ending.is_some_and(|ending| ending < Instant::now()) {
-                    warn!("the keeper that stands by does not take over: what is held is freed");
+                    let what = if undoing { "what is parked does not come back" } else { "nobody takes over" };
+                    warn!("{what}: what is held is freed");
                     return Ok(End::Terminated);
                 }
             }
@@ -224,6 +260,7 @@ impl<'a> Holder<'a> {
         holdings: Holdings,
         workers: mpsc::Sender<worker::Event>,
         closed: mpsc::UnboundedSender<Closed>,
+        parks: Parks<Asker>,
     ) -> Self {
         let devices = holdings.devices.into_iter().map(|(uuid, chunks)| (uuid, Device::holding(chunks)));
         Self {
@@ -238,7 +275,13 @@ impl<'a> Holder<'a> {
             clients: HashMap::new(),
             workers,
             closed,
+            parks,
+            put_off: false,
         }
+    }
+
+    fn reply_moved(&self, (asker, moved): Due<Asker>) {
+        self.reply(asker, moved.map(Answer::Moved), Vec::new());
     }
 
     fn bytes(&self) -> u64 {
@@ -361,6 +404,15 @@ impl<'a> Holder<'a> {
                 let keys = self.stored.range((from, Unbounded)).map(|(key, _)| key.clone());
                 plain(Answer::Keys { keys: keys.take(KEYS_A_PAGE).collect() })
             }
+            Ask::Park(_) if self.stand_down => {
+                Err(Refusal::new(Reason::StoodDown, "the keeper stands down and parks nothing"))
+            }
+            Ask::Park(ask) => self.parks.park(asker, ask).map(|()| None),
+            // Also while it stands down: it gives somebody's memory back.
+            Ask::Restore { pod, device } => {
+                let moved = self.parks.restore(asker, &pod, &device)?;
+                Ok(moved.map(|moved| (Answer::Moved(moved), Vec::new())))
+            }
             Ask::HandOver {} => self.begin_hand_over(asker).map(|()| None),
             Ask::Hello { .. } | Ask::Done {} => {
                 Err(Refusal::new(Reason::NotAllowed, "nothing is being handed over to this client"))
@@ -378,6 +430,7 @@ impl<'a> Holder<'a> {
             standing_by: self.clients.values().filter(|client| client.role == Role::Successor).count(),
             stored: self.stored.len(),
             devices: devices.collect(),
+            parking: Some(self.parks.status()),
         }
     }
 
@@ -532,6 +585,12 @@ impl<'a> Holder<'a> {
         if self.hand_over.is_some() {
             return Err(Refusal::new(Reason::Busy, "everything is being handed over already"));
         }
+        if !self.parks.is_quiet() {
+            // A move that is cut off in the middle is taken up by the next keeper, and slower.
+            self.parks.yield_to_successor();
+            self.put_off = true;
+            return Err(Refusal::new(Reason::Busy, "memory is being moved: ask again"));
+        }
         info!("another keeper takes over");
         self.hand_over = Some(HandOver { asker, since: Instant::now(), sent: false });
         let dropped: Vec<_> = self.devices.values_mut().flat_map(Device::stop).collect();
@@ -584,6 +643,7 @@ impl<'a> Holder<'a> {
     async fn let_go_unasked(&mut self) {
         let devices = std::mem::take(&mut self.devices);
         let stored = std::mem::take(&mut self.stored);
+        self.parks.let_go();
         let closing = tokio::task::spawn_blocking(move || drop((devices, stored)));
         // Duplicates, so the device is not asked and this takes no time.
         if timeout(STANDING_DOWN, closing).await.is_err() {
@@ -596,6 +656,13 @@ impl<'a> Holder<'a> {
         let idle = Duration::from_secs(self.args.worker_idle_seconds.into());
         for device in self.devices.values_mut() {
             device.rest(now, idle);
+        }
+        // While it hands over, nothing begins.
+        if self.hand_over.is_none() {
+            let agent = self.clients.values().any(|client| client.role == Role::Agent);
+            for due in self.parks.on_tick(agent, now) {
+                self.reply_moved(due);
+            }
         }
         let late = |waiting: &mut Waiting| waiting.until < now;
         let down =
@@ -626,7 +693,8 @@ impl<'a> Holder<'a> {
                 self.reply(asker, Ok(Answer::Reserved(reserved)), Vec::new());
             }
         }
-        if !self.standing_down.is_empty() && self.devices.values().all(Device::is_closed) {
+        let closed = self.devices.values().all(Device::is_closed) && self.parks.is_quiet();
+        if !self.standing_down.is_empty() && closed {
             for waiting in std::mem::take(&mut self.standing_down) {
                 self.reply(waiting.asker, Ok(Answer::Done {}), Vec::new());
             }

@@ -2,7 +2,8 @@
 //! the guard's volumes. It decides nothing: the agent does.
 //!
 //! It loads neither CUDA nor NVML. A worker child does, one a device, for as long as memory is
-//! being reserved; what the worker made stays when it is gone.
+//! being reserved; what the worker made stays when it is gone. So does another, for as long as a
+//! pod's memory is moved to the host or back.
 
 mod args;
 mod connection;
@@ -11,6 +12,7 @@ mod descriptors;
 mod holder;
 #[path = "../keeper_protocol/mod.rs"]
 mod keeper_protocol;
+mod park;
 mod place;
 mod probe;
 mod run;
@@ -44,6 +46,7 @@ fn main() -> anyhow::Result<ExitCode> {
         }
         Command::Status(status) => runtime()?.block_on(probe::ask(&status)),
         Command::Worker(worker) => worker::child::run(&worker).map(|()| ExitCode::SUCCESS),
+        Command::Mover(worker) => park::child::run(&worker).map(|()| ExitCode::SUCCESS),
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! While one keeper takes over from another, both share the directory of `keeper.sock`, and
 //! whoever owns that path is not necessarily this container's. So each keeper answers probes on
-//! an abstract socket too, which is told apart by the PID namespace.
+//! an abstract socket too, which is told apart by the mount namespace: that is a container's own,
+//! also where it shares the host's network and processes.
 
 use std::{
     fs,
@@ -52,7 +53,7 @@ impl Pulse {
 }
 
 fn address(directory: &Path) -> anyhow::Result<SocketAddrUnix> {
-    let namespace = fs::read_link("/proc/self/ns/pid").context("find the PID namespace")?;
+    let namespace = fs::read_link("/proc/self/ns/mnt").context("find the mount namespace")?;
     let mut hash = DefaultHasher::new();
     (namespace.as_os_str().as_bytes(), directory.as_os_str().as_bytes()).hash(&mut hash);
     let name = format!("highwater-keeper/{:016x}", hash.finish());
@@ -68,7 +69,7 @@ pub(crate) async fn serve(state: State, pulse: watch::Receiver<Pulse>) -> anyhow
             Ok(listener) => break listener,
             Err(error) => {
                 if !std::mem::replace(&mut told, true) {
-                    warn!(%error, "cannot answer probes: another keeper of this PID namespace does");
+                    warn!(%error, "cannot answer probes: another keeper of this container does");
                 }
                 sleep(Duration::from_secs(2)).await;
             }

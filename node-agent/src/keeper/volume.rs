@@ -17,6 +17,7 @@ use rustix::{
     fs::{AtFlags, Dir, FlockOperation, Mode, OFlags},
     io::Errno,
 };
+use tracing::warn;
 
 use request::{Target, target, validate};
 
@@ -30,8 +31,10 @@ const PRELOAD: &str = "ld.so.preload";
 const VERSION: &str = "version";
 /// Where the agent puts the pod's socket.
 const RUN: &str = "run";
+/// What a readiness probe runs.
+const READY: &str = "ready";
 /// Everything.
-const ENTRIES: [&str; 4] = [LIBRARY, PRELOAD, VERSION, RUN];
+const ENTRIES: [&str; 5] = [LIBRARY, PRELOAD, VERSION, RUN, READY];
 /// Name of the volume's directory, given by the kubelet.
 const MOUNT: &str = "mount";
 /// Name while it is being filled or emptied.
@@ -97,14 +100,16 @@ pub(crate) struct Published {
 pub(crate) struct Volumes {
     root: PathBuf,
     library: Option<PathBuf>,
+    ready: Option<PathBuf>,
     /// One at a time: two requests for one volume must not meet.
     busy: Mutex<()>,
 }
 
 impl Volumes {
-    /// Volumes below the kubelet's directory, each with a copy of the library.
-    pub(crate) fn new(root: PathBuf, library: Option<PathBuf>) -> Self {
-        Self { root, library, busy: Mutex::new(()) }
+    /// Volumes below the kubelet's directory, each with a copy of the library, and of the program for
+    /// readiness probes.
+    pub(crate) fn new(root: PathBuf, library: Option<PathBuf>, ready: Option<PathBuf>) -> Self {
+        Self { root, library, ready, busy: Mutex::new(()) }
     }
 
     /// Makes a volume appear. One that is there stays as it is, whatever its version: the pod
@@ -124,7 +129,7 @@ impl Volumes {
         }
         let library = self.open_library()?;
         clear(&parent)?;
-        let filled = fill(&parent, library, &request.preload);
+        let filled = fill(&parent, library, self.open_ready(), &request.preload);
         if let Err(error) = filled.and_then(|()| rename(&parent, UNFINISHED, MOUNT)) {
             // The first error says what is wrong; what is left is cleared with the next request.
             let _ = clear(&parent);
@@ -181,6 +186,15 @@ impl Volumes {
             }
             Err(error) => Err(Refusal::io("cannot lock the directory of the volume", &error.into())),
         }
+    }
+
+    /// Without it a volume is of use still: few pods run it.
+    fn open_ready(&self) -> Option<File> {
+        let path = self.ready.as_ref()?;
+        let opened = File::open(path);
+        opened
+            .inspect_err(|error| warn!(%error, path = %path.display(), "volumes get no readiness helper"))
+            .ok()
     }
 
     fn open_library(&self) -> Result<File, Refusal> {
@@ -252,7 +266,7 @@ fn entries(directory: &OwnedFd) -> io::Result<Vec<std::ffi::CString>> {
 }
 
 /// Fills a new directory, under the name that says that it is unfinished.
-fn fill(parent: &OwnedFd, mut library: File, preload: &[String]) -> io::Result<()> {
+fn fill(parent: &OwnedFd, mut library: File, ready: Option<File>, preload: &[String]) -> io::Result<()> {
     let directory = make_directory(parent, UNFINISHED)?;
     let make = |name: &str, mode: u32| {
         let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -263,6 +277,9 @@ fn fill(parent: &OwnedFd, mut library: File, preload: &[String]) -> io::Result<(
     };
     // A copy, so that an upgrade does not touch what a process has mapped.
     io::copy(&mut library, &mut make(LIBRARY, 0o555)?)?;
+    if let Some(mut ready) = ready {
+        io::copy(&mut ready, &mut make(READY, 0o555)?)?;
+    }
     let mut lines = format!("{MOUNTED_AT}/{LIBRARY}\n");
     for line in preload {
         lines.push_str(line);
@@ -339,7 +356,9 @@ mod tests {
                 root.path().join(format!("pods/{UID}/volumes/kubernetes.io~csi/highwater-guard")),
             )
             .unwrap();
-            let volumes = Volumes::new(root.path().to_owned(), Some(library));
+            let ready = root.path().join("ready");
+            fs::write(&ready, b"program").unwrap();
+            let volumes = Volumes::new(root.path().to_owned(), Some(library), Some(ready));
             Self { root, volumes }
         }
 
@@ -393,6 +412,7 @@ mod tests {
             (0o555, 0o444, 0o444, 0o755, 0o755)
         );
         assert_eq!(fs::read(target.join(LIBRARY)).unwrap(), b"library");
+        assert_eq!((fs::read(target.join(READY)).unwrap(), mode(READY)), (b"program".to_vec(), 0o555));
         assert_eq!(
             fs::read_to_string(target.join(PRELOAD)).unwrap(),
             "/opt/highwater/libhighwater-guard.so\n/usr/lib/libjemalloc.so\n/opt/b.so\n"
@@ -467,7 +487,7 @@ mod tests {
     fn without_a_guard_or_a_directory_the_pod_waits() {
         let node = Node::new();
         let request = node.request();
-        let bare = Volumes::new(node.root.path().to_owned(), None);
+        let bare = Volumes::new(node.root.path().to_owned(), None, None);
         assert_eq!(bare.publish(&request).unwrap_err().kind, Kind::NotReady);
         fs::remove_file(node.root.path().join("guard.so")).unwrap();
         let refusal = node.volumes.publish(&request).unwrap_err();
@@ -476,6 +496,16 @@ mod tests {
         fs::write(node.root.path().join("guard.so"), b"back").unwrap();
         fs::remove_dir(node.target().parent().unwrap()).unwrap();
         assert_eq!(node.volumes.publish(&request).unwrap_err().kind, Kind::NotReady);
+    }
+
+    #[test]
+    fn without_a_readiness_helper_the_rest_is_there() {
+        let node = Node::new();
+        fs::remove_file(node.root.path().join("ready")).unwrap();
+        assert!(node.volumes.publish(&node.request()).unwrap().new);
+        assert!(!node.target().join(READY).exists() && node.target().join(LIBRARY).exists());
+        node.unpublish().unwrap();
+        assert_eq!(node.beside(), 0);
     }
 
     #[test]
@@ -490,7 +520,7 @@ mod tests {
         let node = Node::new();
         let request = node.request();
         // A library that cannot be read through stands for any failure in the middle.
-        let broken = Volumes::new(node.root.path().to_owned(), Some(PathBuf::from("/proc/self/mem")));
+        let broken = Volumes::new(node.root.path().to_owned(), Some(PathBuf::from("/proc/self/mem")), None);
         assert!(broken.publish(&request).is_err());
         assert_eq!(node.beside(), 0);
     }

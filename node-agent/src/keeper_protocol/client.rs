@@ -20,8 +20,8 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    Answer, Ask, Frame, FrameError, Outcome, Reason, Refusal, Released, Reply, Request, Reserved, Role,
-    Socket, Status, VERSION,
+    Answer, Ask, Frame, FrameError, Moved, Outcome, ParkAsk, Reason, Refusal, Released, Reply, Request,
+    Reserved, Role, Socket, Status, VERSION,
 };
 
 /// How long the keeper may take for what needs no device.
@@ -30,6 +30,9 @@ const SHORT: Duration = Duration::from_secs(3);
 const CLOSING: Duration = Duration::from_secs(15);
 /// How long a reservation may take: the keeper gives up on a silent worker well before.
 const RESERVING: Duration = Duration::from_secs(90);
+
+/// How long parking or restoring may take: the keeper gives up on a worker before.
+const MOVING: Duration = Duration::from_mins(11);
 
 /// Why the keeper did not do what was asked.
 #[derive(Debug, thiserror::Error)]
@@ -173,6 +176,23 @@ impl Keeper {
     /// Stands down, or no longer. Done when every handle is closed.
     pub(crate) async fn stand_down(&self, on: bool) -> Result<(), KeeperError> {
         self.ask(Ask::StandDown { on }, CLOSING).await.map(drop)
+    }
+
+    /// Moves the memory of a pod's processes to the host. To be asked only of a keeper whose
+    /// [`Status::parking`] is there. What became of it after an error is in the status.
+    pub(crate) async fn park(&self, what: ParkAsk) -> Result<Moved, KeeperError> {
+        match self.ask(Ask::Park(what), MOVING).await? {
+            Answer::Moved(moved) => Ok(moved),
+            other => Err(unasked(&other)),
+        }
+    }
+
+    /// Moves a parked pod's memory back to the device. As [`Keeper::park`].
+    pub(crate) async fn restore(&self, pod: &str, device: &str) -> Result<Moved, KeeperError> {
+        match self.ask(Ask::Restore { pod: pod.to_owned(), device: device.to_owned() }, MOVING).await? {
+            Answer::Moved(moved) => Ok(moved),
+            other => Err(unasked(&other)),
+        }
     }
 
     /// Stores descriptors under a key, in place of what was there.

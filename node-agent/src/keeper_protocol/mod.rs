@@ -10,6 +10,7 @@
 
 mod client;
 mod frame;
+mod park;
 
 use std::collections::BTreeMap;
 
@@ -17,6 +18,9 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use client::{Keeper, KeeperError};
 pub(crate) use frame::{Frame, FrameError, Socket, receive_now, send_now};
+pub(crate) use park::{
+    LONGEST_MESSAGE, MOST_PARKS, MOST_PROCESSES, Moved, Park, ParkAsk, ParkState, Parking, Process,
+};
 
 /// Version of the protocol. A keeper answers a client of its own version only.
 pub(crate) const VERSION: u32 = 1;
@@ -105,6 +109,16 @@ pub(crate) enum Ask {
         #[serde(default)]
         after: Option<String>,
     },
+    /// Moves the memory of a pod's processes to the host: of all of them, or of none. Answered with
+    /// [`Answer::Moved`] when that is done, which takes about a minute for 100 GiB.
+    Park(ParkAsk),
+    /// Moves a parked pod's memory back. Answered like [`Ask::Park`]. Fine where nothing is parked.
+    Restore {
+        /// UID of the pod.
+        pod: String,
+        /// UUID of the device.
+        device: String,
+    },
     /// A successor asks for everything. Answered with any number of [`Answer::Batch`].
     HandOver {},
     /// The successor has everything and answers for it from now on.
@@ -157,6 +171,8 @@ pub(crate) enum Answer {
     Reserved(Reserved),
     /// To [`Ask::Release`].
     Released(Released),
+    /// To [`Ask::Park`] and [`Ask::Restore`].
+    Moved(Moved),
     /// To [`Ask::Keys`].
     Keys {
         /// The keys, in order.
@@ -189,6 +205,9 @@ pub(crate) struct Status {
     pub(crate) stored: usize,
     /// The devices on which something was held, or tried, in the order of their UUIDs.
     pub(crate) devices: Vec<DeviceStatus>,
+    /// What is parked. `None`: the keeper is older than parking, and must not be asked for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) parking: Option<Parking>,
 }
 
 /// What a keeper is at.
@@ -358,10 +377,13 @@ pub(crate) enum Reason {
     HandingOver,
     /// A newer client took this one's place.
     Displaced,
-    /// Nothing is stored under the key.
+    /// Nothing is stored under the key; or a process to be parked is not there, or is not to be
+    /// seen by the keeper.
     NotFound,
-    /// The store, or the table of devices, is full.
+    /// The store, the table of devices, or that of parks is full.
     Full,
+    /// Nothing can be parked on this node.
+    Unable,
     /// The kernel did not take a descriptor back in time: the device is stuck.
     Stuck,
     /// A reason that this version does not know.
@@ -406,6 +428,20 @@ mod tests {
             ),
             (r#"{"id":7,"standDown":{"on":true}}"#, Ask::StandDown { on: true }),
             (r#"{"id":7,"put":{"key":"k"}}"#, Ask::Put { key: "k".into() }),
+            (
+                r#"{"id":7,"park":{"pod":"p","device":"GPU-1","processes":[{"pid":5,"started":6}],"bytes":7,"lockMilliseconds":8}}"#,
+                Ask::Park(ParkAsk {
+                    pod: "p".into(),
+                    device: "GPU-1".into(),
+                    processes: vec![Process { pid: 5, started: 6 }],
+                    bytes: 7,
+                    lock_milliseconds: 8,
+                }),
+            ),
+            (
+                r#"{"id":7,"restore":{"pod":"p","device":"GPU-1"}}"#,
+                Ask::Restore { pod: "p".into(), device: "GPU-1".into() },
+            ),
             (r#"{"id":7,"handOver":{}}"#, Ask::HandOver {}),
         ] {
             assert_eq!(serde_json::from_str::<Request>(written).unwrap(), request(meant), "{written}");
@@ -426,10 +462,23 @@ mod tests {
                 chunks: BTreeMap::from([(1024, 2), (2, 1)]),
                 ..DeviceStatus::default()
             }],
+            parking: Some(Parking {
+                unable: None,
+                parks: vec![Park {
+                    pod: "p".into(),
+                    device: "GPU-1".into(),
+                    bytes: 1,
+                    state: ParkState::Parked,
+                    since: 2,
+                    message: None,
+                }],
+            }),
             ..Status::default()
         };
+        let moved = Moved { state: ParkState::Running, message: Some("m".into()), milliseconds: 1 };
         for result in [
             Outcome::Ok(Answer::Done {}),
+            Outcome::Ok(Answer::Moved(moved)),
             Outcome::Ok(Answer::Status(status)),
             Outcome::Ok(Answer::Released(Released { bytes: 1, ballast_bytes: 2 })),
             Outcome::Ok(Answer::Batch(Batch { last: Some(Last::default()), ..Batch::default() })),

@@ -19,7 +19,7 @@ use gpusim::{
     config::Config,
     daemon::Daemon,
     fault::{Fault, FaultKind},
-    protocol::{Control, Region, SOCKET_VARIABLE},
+    protocol::{Control, MemoryKind, ProcessList, Region, Request, SOCKET_VARIABLE},
 };
 use rustix::{
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with},
@@ -94,9 +94,14 @@ pub(crate) struct Node {
 
 impl Node {
     pub(crate) fn start() -> Self {
+        Self::start_as(CONFIG)
+    }
+
+    /// With another host than usual, of two GPUs at least of which the second is cut.
+    pub(crate) fn start_as(config: &str) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let gpu = directory.path().join("gpu.sock");
-        let config = Config::from_json(CONFIG).unwrap();
+        let config = Config::from_json(config).unwrap();
         let daemon = Daemon::bind(&gpu, config).unwrap();
         thread::spawn(|| daemon.serve());
         let mut client = Client::connect(&gpu).unwrap();
@@ -135,9 +140,24 @@ impl Node {
 
     /// Each call about the whole GPU takes longer.
     pub(crate) fn slow(&self, milliseconds: u64) {
-        let fault =
-            Fault { region: Region { device: 0, instance: None }, kind: FaultKind::Slow { milliseconds } };
+        self.inject(FaultKind::Slow { milliseconds });
+    }
+
+    /// Begins a fault of the whole GPU.
+    pub(crate) fn inject(&self, kind: FaultKind) {
+        let fault = Fault { region: Region { device: 0, instance: None }, kind };
         self.simulator.lock().unwrap().control(Control::Inject(fault)).unwrap();
+    }
+
+    /// Makes this very process one that uses the whole GPU, for as long as the connection lasts.
+    #[allow(dead_code, reason = "only what is parked is used")]
+    pub(crate) fn use_gpu(&self, bytes: u64) -> Client {
+        let mut client = Client::connect(&self.gpu).unwrap();
+        let attach = Request::Attach { devices: vec![0], lists: vec![ProcessList::Compute] };
+        client.call(&attach).unwrap();
+        let region = Region { device: 0, instance: None };
+        client.call(&Request::Allocate { region, kind: MemoryKind::Plain, bytes, context: None }).unwrap();
+        client
     }
 
     pub(crate) fn fast(&self) {

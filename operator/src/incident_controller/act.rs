@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use highwater_crds::{DecisionState, GpuMemoryIncident, names};
 use highwater_policy::remediation::{
-    Eviction, Particulars, Refusal, Step, Verdict, after_eviction, after_rehearsal, approved, decide,
+    self, Eviction, Particulars, Refusal, Step, Verdict, after_eviction, after_rehearsal, approved, decide,
     out_of_budget,
 };
 use jiff::Timestamp;
@@ -22,15 +22,33 @@ use super::{
     record::record,
 };
 use crate::{
-    context::Context,
+    context::{Context, Key},
     error::{Error, call},
     queue::Again,
 };
 
 /// Least wait after the API server refused an eviction.
 pub(super) const AFTER_REFUSAL: Duration = Duration::from_secs(5);
+/// When the agent ought to have begun what was approved.
+const BEGIN_WITHIN: Duration = remediation::BEGIN_WITHIN.unsigned_abs();
 /// A decision whose facts have just changed is made again soon.
-const AT_ONCE: Again = Again::Backoff(Duration::ZERO);
+pub(super) const AT_ONCE: Again = Again::Backoff(Duration::ZERO);
+
+/// Reserves a token and records `Approved`: the agent of the node begins when it hears of it.
+pub(crate) async fn allow(ctx: &Context, scene: &mut Scene) -> Result<Again, Error> {
+    let key = scene.key.clone();
+    if !ctx.claims.take(&key, &claim(&scene.incident)) {
+        return Ok(AT_ONCE);
+    }
+    // The claim stays until the act is over, or waits again.
+    match reserve(ctx, scene).await {
+        Ok(true) => Ok(Again::After(BEGIN_WITHIN)),
+        refused => {
+            ctx.claims.release(&key);
+            refused.map(|_| Again::Backoff(AFTER_REFUSAL))
+        }
+    }
+}
 
 /// Reserves a token, records `Approved`, evicts, records `Verifying`. Each of these may be done
 /// again after a crash without doing it twice.
@@ -66,8 +84,8 @@ pub(crate) async fn act(ctx: &Context, scene: &mut Scene) -> Result<Again, Error
         ctx.refusals.put(&key, why, Instant::now());
     }
     if let Some(verdict) = after_eviction(&eviction, attempted) {
-        let evicted_at = (verdict.state == DecisionState::Verifying).then_some(now);
-        record(ctx, scene, verdict, Particulars { evicted_at, ..Particulars::default() }).await?;
+        let acted_at = (verdict.state == DecisionState::Verifying).then_some(now);
+        record(ctx, scene, verdict, Particulars { acted_at, ..Particulars::default() }).await?;
     }
     Ok(match eviction {
         Eviction::Accepted => Again::OnChange,
@@ -81,16 +99,9 @@ pub(crate) async fn act(ctx: &Context, scene: &mut Scene) -> Result<Again, Error
 
 /// None where the budgets refuse.
 async fn reserve_and_evict(ctx: &Context, scene: &mut Scene) -> Result<Option<Eviction>, Error> {
-    let workload = scene.workload_name();
-    let budgets = match budget::reserve(ctx, scene).await? {
-        Ok(said) => said,
-        Err(Refusal { said, .. }) => {
-            let verdict = out_of_budget(&said);
-            record(ctx, scene, verdict, Particulars { workload, budgets: said, evicted_at: None }).await?;
-            return Ok(None);
-        }
-    };
-    record(ctx, scene, approved(), Particulars { workload, budgets, evicted_at: None }).await?;
+    if !reserve(ctx, scene).await? {
+        return Ok(None);
+    }
     // A pause, another policy or another act may have come while the token was reserved.
     scene.look_again(ctx)?;
     if decide(&scene.view(), Timestamp::now()) != Step::Act {
@@ -98,6 +109,23 @@ async fn reserve_and_evict(ctx: &Context, scene: &mut Scene) -> Result<Option<Ev
     }
     ctx.leader.check()?;
     Ok(Some(evict(ctx, scene, Run::Real).await))
+}
+
+/// Reserves a token and records `Approved`. False where the budgets refuse, which is recorded too.
+async fn reserve(ctx: &Context, scene: &mut Scene) -> Result<bool, Error> {
+    let workload = scene.workload_name();
+    let budgets = match budget::reserve(ctx, scene).await? {
+        Ok(said) => said,
+        Err(Refusal { said, .. }) => {
+            let verdict = out_of_budget(&said);
+            let particulars = Particulars { workload, budgets: said, ..Particulars::default() };
+            record(ctx, scene, verdict, particulars).await?;
+            return Ok(false);
+        }
+    };
+    let verdict = approved(&scene.incident.spec);
+    record(ctx, scene, verdict, Particulars { workload, budgets, ..Particulars::default() }).await?;
+    Ok(true)
 }
 
 /// Asks the API server what it would say to the eviction, and ends the incident with that.
@@ -109,7 +137,7 @@ pub(crate) async fn rehearse(ctx: &Context, scene: &mut Scene) -> Result<Again, 
     let particulars = Particulars {
         workload: scene.workload_name(),
         budgets: scene.refusal.as_ref().map(|r| r.said.clone()).unwrap_or_default(),
-        evicted_at: None,
+        ..Particulars::default()
     };
     record(ctx, scene, verdict, particulars).await?;
     Ok(Again::OnChange)
@@ -117,18 +145,24 @@ pub(crate) async fn rehearse(ctx: &Context, scene: &mut Scene) -> Result<Again, 
 
 /// Asks the agent to look again.
 pub(crate) async fn observe(ctx: &Context, scene: &mut Scene, verdict: Verdict) -> Result<Again, Error> {
+    ask(ctx, &scene.key, &scene.incident).await?;
+    record(ctx, scene, verdict, Particulars { workload: scene.workload_name(), ..Particulars::default() })
+        .await?;
+    Ok(Again::After(Duration::from_secs(10)))
+}
+
+/// Annotates an incident so that its agent looks again.
+pub(crate) async fn ask(ctx: &Context, key: &Key, incident: &GpuMemoryIncident) -> Result<(), Error> {
     ctx.leader.check()?;
-    let api: Api<GpuMemoryIncident> = Api::namespaced(ctx.client.clone(), &scene.key.0);
+    let api: Api<GpuMemoryIncident> = Api::namespaced(ctx.client.clone(), &key.0);
     let asked = serde_json::json!({"metadata": {
-        "uid": scene.incident.metadata.uid,
+        "uid": incident.metadata.uid,
         "annotations": {names::OBSERVE: Timestamp::now().to_string()},
     }});
     let params = PatchParams {
         field_manager: Some(names::manager::OPERATOR_DECISION.to_owned()),
         ..PatchParams::default()
     };
-    call("ask for an observation", api.patch(&scene.key.1, &params, &Patch::Merge(asked))).await?;
-    record(ctx, scene, verdict, Particulars { workload: scene.workload_name(), ..Particulars::default() })
-        .await?;
-    Ok(Again::After(Duration::from_secs(10)))
+    call("ask for an observation", api.patch(&key.1, &params, &Patch::Merge(asked))).await?;
+    Ok(())
 }

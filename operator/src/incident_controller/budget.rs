@@ -1,7 +1,7 @@
 //! Tokens: what the budgets say, and the reservation before an act.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{Mutex as StdMutex, MutexGuard, PoisonError},
 };
 
@@ -10,7 +10,7 @@ use highwater_crds::{
     names::{BUDGET_CONFIG_MAP, manager},
 };
 use highwater_policy::{
-    budget::{self, Answer, Request, Token, TokenLedger},
+    budget::{self, Act, Answer, Limits, Request, Token, TokenLedger},
     remediation::Refusal,
 };
 use jiff::Timestamp;
@@ -38,26 +38,84 @@ pub(crate) struct Reservations {
     stored: StdMutex<Option<ConfigMap>>,
 }
 
-/// Whether the act has its token, and what the budgets say against it, by the ledger as last
-/// known.
-pub(crate) fn look(ctx: &Context, scene: &Scene) -> Result<(bool, Option<Refusal>), Error> {
+/// A token that is asked for.
+#[derive(Clone, Debug)]
+pub(crate) struct Wanted {
+    pub(crate) key: String,
+    pub(crate) token: Token,
+    /// UIDs of the workload's pods that are not ready.
+    pub(crate) unavailable: BTreeSet<String>,
+    pub(crate) enforced: bool,
+}
+
+impl Wanted {
+    /// What the budgets say, by this ledger, as of now.
+    pub(crate) fn ask(&self, ctx: &Context, limits: &Limits, ledger: &TokenLedger) -> Answer {
+        let request = Request {
+            key: &self.key,
+            token: Token { at: Timestamp::now(), ..self.token.clone() },
+            unavailable: &self.unavailable,
+            enforced: self.enforced,
+            longest_window_minutes: longest_window(ctx),
+        };
+        budget::reserve(ledger, limits, &request)
+    }
+}
+
+/// The longest window of any policy in minutes.
+pub(crate) fn longest_window(ctx: &Context) -> i32 {
+    ctx.known.borrow().policies.longest_window_minutes()
+}
+
+/// What is known of an act's token and of the budgets.
+pub(crate) struct Standing {
+    /// Whether it has its token.
+    pub(crate) token: bool,
+    /// What the budgets say against it.
+    pub(crate) refusal: Option<Refusal>,
+    /// Why another restart would be in vain.
+    pub(crate) in_vain: Option<String>,
+}
+
+/// Where an act stands, by the ledger as last known.
+pub(crate) fn look(ctx: &Context, scene: &Scene) -> Result<Standing, Error> {
+    let ledger = ledger(ctx)?;
+    let wanted = wanted(ctx, scene);
+    let high_again = Token { at: scene.incident.spec.evidence.at.0, ..wanted.token.clone() };
+    Ok(Standing {
+        token: ledger.holds(&wanted.key),
+        refusal: match wanted.ask(ctx, &scene.limits, &ledger) {
+            Answer::Reserved { .. } => None,
+            Answer::Refused { said, retry_at } => Some(Refusal { said, retry_at }),
+        },
+        in_vain: ledger.in_vain(&wanted.key, &high_again),
+    })
+}
+
+/// The ledger as last known.
+pub(crate) fn ledger(ctx: &Context) -> Result<TokenLedger, Error> {
     let ledger = read(last_known(ctx).as_ref())?;
     show(ctx, &ledger);
-    let refusal = match ask(ctx, scene, &ledger) {
-        Answer::Reserved { .. } => None,
-        Answer::Refused { said, retry_at } => Some(Refusal { said, retry_at }),
-    };
-    Ok((ledger.holds(&token_key(scene)), refusal))
+    Ok(ledger)
+}
+
+/// Reserves the token of an incident's act.
+pub(crate) async fn reserve(ctx: &Context, scene: &Scene) -> Result<Result<Vec<String>, Refusal>, Error> {
+    reserve_token(ctx, &scene.limits, &wanted(ctx, scene)).await
 }
 
 /// Reserves a token by compare-and-swap: first against the ledger as last known, which needs one
 /// call, then against the ledger as it is.
-pub(crate) async fn reserve(ctx: &Context, scene: &Scene) -> Result<Result<Vec<String>, Refusal>, Error> {
+pub(crate) async fn reserve_token(
+    ctx: &Context,
+    limits: &Limits,
+    wanted: &Wanted,
+) -> Result<Result<Vec<String>, Refusal>, Error> {
     let api: Api<ConfigMap> = Api::namespaced(ctx.client.clone(), &ctx.release_namespace);
     let _turn = ctx.reservations.turn.lock().await;
     let mut stored = last_known(ctx);
     for _ in 0..ATTEMPTS {
-        let (next, said) = match ask(ctx, scene, &read(stored.as_ref())?) {
+        let (next, said) = match wanted.ask(ctx, limits, &read(stored.as_ref())?) {
             Answer::Reserved { ledger: None, said } => return Ok(Ok(said)),
             Answer::Reserved { ledger: Some(next), said } => (next, said),
             Answer::Refused { said, retry_at } => return Ok(Err(Refusal { said, retry_at })),
@@ -99,20 +157,14 @@ fn own(ctx: &Context) -> MutexGuard<'_, Option<ConfigMap>> {
     ctx.reservations.stored.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn token_key(scene: &Scene) -> String {
-    let pod = scene.incident.spec.subject.as_ref().map(|s| s.uid.as_str()).unwrap_or_default();
-    budget::key(scene.incident.metadata.uid.as_deref().unwrap_or_default(), pod)
-}
-
-fn ask(ctx: &Context, scene: &Scene, ledger: &TokenLedger) -> Answer {
+fn wanted(ctx: &Context, scene: &Scene) -> Wanted {
     let spec = &scene.incident.spec;
     let (namespace, pod) =
         spec.subject.as_ref().map(|s| (s.namespace.as_str(), s.uid.as_str())).unwrap_or_default();
     let unavailable =
         scene.workload.as_ref().map(|w| workload::unavailable(&ctx.stores, namespace, w)).unwrap_or_default();
-    let windows = ctx.known.borrow().policies.longest_window_minutes();
-    let request = Request {
-        key: &token_key(scene),
+    Wanted {
+        key: budget::key(scene.incident.metadata.uid.as_deref().unwrap_or_default(), pod),
         token: Token {
             at: Timestamp::now(),
             policy: spec.policy.clone(),
@@ -120,13 +172,17 @@ fn ask(ctx: &Context, scene: &Scene, ledger: &TokenLedger) -> Answer {
             namespace: namespace.to_owned(),
             node: spec.node.clone(),
             pod: pod.to_owned(),
+            act: Act::of(&spec.proposed),
+            born: scene
+                .pod
+                .as_ref()
+                .and_then(|(pod, _)| pod.metadata.creation_timestamp.as_ref())
+                .map(|at| at.0),
             keep_until: None,
         },
-        unavailable: &unavailable,
+        unavailable,
         enforced: spec.mode == Mode::Enforce,
-        longest_window_minutes: windows,
-    };
-    budget::reserve(ledger, &scene.limits, &request)
+    }
 }
 
 fn read(map: Option<&ConfigMap>) -> Result<TokenLedger, Error> {

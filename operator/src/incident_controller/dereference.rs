@@ -4,13 +4,12 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use highwater_crds::{
-    ActionType, Decision, DecisionState, GpuMemoryIncident, GpuMemoryNode, IncidentKind, Mode, Partition,
-    names,
+    ActionType, Decision, DecisionState, GpuMemoryIncident, GpuMemoryNode, Mode, Partition, names,
 };
 use highwater_policy::{
-    budget::Limits,
+    budget::{Fleet, Limits},
     pod::{PodFacts, selects_namespace},
-    remediation::{Asks, Refusal, Rival, Turn, View},
+    remediation::{Asks, Carrier, Refusal, Rival, Turn, View, carrier},
     resolve::{Policies, Policy, Terms, terms},
 };
 use jiff::{SignedDuration, Timestamp};
@@ -20,7 +19,7 @@ use kube::{Api, runtime::reflector::ObjectRef};
 use super::{budget, probe, workload};
 use crate::{
     claims::Claim,
-    context::{Context, Key, Known, is_open, state},
+    context::{Context, Halt, Key, Known, is_open, state},
     error::{Error, call},
     watch::readable,
 };
@@ -35,6 +34,7 @@ pub(crate) struct Scene {
     pub(crate) refusal: Option<Refusal>,
     /// Whether the act has its token already.
     pub(crate) token: bool,
+    in_vain: Option<String>,
     asks: OwnedAsks,
     agent_away: Option<SignedDuration>,
     paused: Option<String>,
@@ -74,6 +74,7 @@ pub(crate) async fn dereference(ctx: &Context, key: &Key) -> Result<Option<Scene
         limits: Limits::default(),
         refusal: None,
         token: false,
+        in_vain: None,
         asks: OwnedAsks::Unknown,
         agent_away: None,
         paused: None,
@@ -109,7 +110,8 @@ impl Scene {
         self.rival = rival(ctx, &self.key, &self.incident);
         self.halted = halted(ctx, &self.incident, &self.limits);
         if !self.is_verifying() && spec.subject.is_some() {
-            (self.token, self.refusal) = budget::look(ctx, self)?;
+            let budget::Standing { token, refusal, in_vain } = budget::look(ctx, self)?;
+            (self.token, self.refusal, self.in_vain) = (token, refusal, in_vain);
         }
         Ok(())
     }
@@ -155,6 +157,7 @@ impl Scene {
             halted: self.halted.clone(),
             refusal: self.refusal.clone(),
             blocked: self.blocked.clone(),
+            in_vain: self.in_vain.clone(),
         }
     }
 
@@ -171,7 +174,11 @@ impl Scene {
 /// What an act for this incident concerns.
 pub(crate) fn claim(incident: &GpuMemoryIncident) -> Claim {
     let subject = incident.spec.subject.as_ref().map(|s| s.uid.clone()).unwrap_or_default();
-    Claim { device: format!("{}/{}", incident.spec.node, incident.spec.device), subject }
+    Claim {
+        device: format!("{}/{}", incident.spec.node, incident.spec.device),
+        subject,
+        gentle: incident.spec.proposed.action == ActionType::Unready,
+    }
 }
 
 async fn read_pod(ctx: &Context, incident: &GpuMemoryIncident) -> Result<Option<(Pod, PodFacts)>, Error> {
@@ -224,7 +231,7 @@ fn what_is_asked(ctx: &Context, incident: &GpuMemoryIncident, known: &Known) -> 
 }
 
 /// Product and partition of a device.
-fn model<'a>(node: &'a GpuMemoryNode, uuid: &str) -> Option<(&'a str, Partition)> {
+pub(super) fn model<'a>(node: &'a GpuMemoryNode, uuid: &str) -> Option<(&'a str, Partition)> {
     let status = node.status.as_ref()?;
     let device = status.devices.iter().find(|d| d.uuid == uuid)?;
     let model = status.models.get(usize::try_from(device.model).ok()?)?;
@@ -232,7 +239,7 @@ fn model<'a>(node: &'a GpuMemoryNode, uuid: &str) -> Option<(&'a str, Partition)
 }
 
 /// The budgets of all policies that bind an act on the subject's device in its namespace.
-fn limits(ctx: &Context, incident: &GpuMemoryIncident, policies: &Policies) -> Limits {
+pub(super) fn limits(ctx: &Context, incident: &GpuMemoryIncident, policies: &Policies) -> Limits {
     let spec = &incident.spec;
     let (plan, node) = (ctx.stores.plan(&spec.node), ctx.stores.node(&spec.node));
     let labels = node.and_then(|n| n.metadata.labels.clone()).unwrap_or_default();
@@ -265,20 +272,23 @@ fn paused(
 fn rival(ctx: &Context, key: &Key, incident: &GpuMemoryIncident) -> Option<OwnedRival> {
     let (own, own_turn, under_way) = (claim(incident), turn(incident), ctx.claims.holds(key));
     let recorded = ctx.stores.incidents(|other| {
-        own.excludes(&claim(other))
+        carrier(&other.spec.proposed) != Carrier::Drain
+            && own.waits_for(&claim(other))
             && crate::context::key(&other.metadata) != *key
             && (state(other) == Some(DecisionState::Verifying)
                 || (!under_way && own_turn.waits_for(&turn(other))))
     });
     let recorded = recorded.iter().map(|other| OwnedRival {
         name: other.metadata.name.clone().unwrap_or_default(),
-        // One that is only approved may yet come to nothing.
-        same_pod: claim(other).subject == own.subject && state(other) == Some(DecisionState::Verifying),
+        // One that is only approved may yet come to nothing, and only a restart is the same act.
+        same_pod: claim(other).subject == own.subject
+            && state(other) == Some(DecisionState::Verifying)
+            && other.spec.proposed.action == ActionType::Restart,
     });
     let known = ctx.claims.others(key);
     let known = known
         .into_iter()
-        .filter(|(_, claim)| own.excludes(claim))
+        .filter(|(_, claim)| own.waits_for(claim))
         .map(|(name, _)| OwnedRival { name, same_pod: false });
     // The same pod is the stronger reason.
     recorded.chain(known).max_by_key(|rival| rival.same_pod)
@@ -293,40 +303,67 @@ fn turn(incident: &GpuMemoryIncident) -> Turn<'_> {
     }
 }
 
-fn halted(ctx: &Context, incident: &GpuMemoryIncident, limits: &Limits) -> Option<String> {
-    if !wants_restart(incident) {
+pub(super) fn halted(ctx: &Context, incident: &GpuMemoryIncident, limits: &Limits) -> Option<String> {
+    if !condemns(incident) {
         return None;
     }
-    let (condemned, devices) = condemned(ctx);
-    limits.fleet_halt(condemned, devices)
+    limits.fleet_halt(&fleet(ctx))
 }
 
 /// Shows whether the fleet stands still for the policy that halts it first; never so on a replica
 /// that does not lead.
 pub(crate) fn show_halt(ctx: &Context) {
-    let (condemned, devices) = condemned(ctx);
     let limits = Limits::strictest(ctx.known.borrow().policies.enforced());
-    let halted = ctx.leader.holds() && limits.fleet_halt(condemned, devices).is_some();
-    ctx.metrics.fleet_halted.set(i64::from(halted));
+    let why = ctx.leader.holds().then(|| limits.fleet_halt(&fleet(ctx))).flatten();
+    ctx.metrics.fleet_halted.set(i64::from(why.is_some()));
+    let halt = why.zip(limits.halting()).map(|(why, policy)| Halt { policy: policy.to_owned(), why });
+    let told = ctx.halted.send_if_modified(|known| {
+        // The numbers change all the time, and are in the metrics.
+        let changed = known.as_ref().map(|k| &k.policy) != halt.as_ref().map(|h| &h.policy);
+        known.clone_from(&halt);
+        changed
+    });
+    if told {
+        ctx.signals.plans.notify_one();
+    }
+    let policy = halt.as_ref().and_then(|h| ctx.stores.policies.get(&ObjectRef::new(&h.policy)));
+    if let (true, Some(halt), Some(policy)) = (told, halt, policy.as_deref().and_then(readable)) {
+        ctx.events.fleet_halted(policy, &halt.why);
+    }
 }
 
-/// Devices that have a pod to be restarted, and devices in all.
-fn condemned(ctx: &Context) -> (usize, usize) {
+/// How much of the fleet is condemned, and how large it is.
+fn fleet(ctx: &Context) -> Fleet {
     let incidents = ctx.stores.incidents.state();
-    let wanting = incidents.iter().filter_map(|guard| readable(guard));
-    let condemned: BTreeSet<(&str, &str)> = wanting
-        .filter(|i| is_open(i) && wants_restart(i))
-        .map(|i| (i.spec.node.as_str(), i.spec.device.as_str()))
-        .collect();
+    let (mut devices, mut nodes) = (BTreeSet::new(), BTreeSet::new());
+    for incident in incidents.iter().filter_map(|guard| readable(guard)).filter(|i| is_open(i) && condemns(i))
+    {
+        let spec = &incident.spec;
+        if carrier(&spec.proposed) == Carrier::Drain {
+            nodes.insert(spec.node.as_str());
+        } else {
+            devices.insert((spec.node.as_str(), spec.device.as_str()));
+        }
+    }
     let plans = ctx.stores.plans.state();
-    let devices = plans.iter().filter_map(|plan| Some(readable(plan)?.status.as_ref()?.devices.len())).sum();
-    (condemned.len(), devices)
+    let counts = plans.iter().filter_map(|plan| Some(readable(plan)?.status.as_ref()?.devices.len()));
+    let (all_nodes, all_devices) =
+        counts.filter(|n| *n > 0).fold((0, 0_usize), |(nodes, sum), n| (nodes + 1, sum.saturating_add(n)));
+    Fleet {
+        condemned_devices: devices.len(),
+        devices: all_devices,
+        condemned_nodes: nodes.len(),
+        nodes: all_nodes,
+    }
 }
 
-fn wants_restart(incident: &GpuMemoryIncident) -> bool {
+/// Whether somebody is to be acted on for good because of this incident: a pod, or a whole node.
+fn condemns(incident: &GpuMemoryIncident) -> bool {
     let spec = &incident.spec;
     spec.mode == Mode::Enforce
-        && spec.proposed.action == ActionType::Restart
-        && spec.subject.is_some()
-        && matches!(spec.kind, IncidentKind::QuotaBreach | IncidentKind::Breaker)
+        && match carrier(&spec.proposed) {
+            Carrier::Eviction | Carrier::Agent => spec.subject.is_some(),
+            Carrier::Drain => true,
+            Carrier::Nobody => false,
+        }
 }

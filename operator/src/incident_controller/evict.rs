@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use highwater_policy::remediation::Eviction;
+use highwater_policy::{pod::PodFacts, remediation::Eviction};
 use k8s_openapi::{
     api::{core::v1::Pod, policy::v1},
     apimachinery::pkg::apis::meta::v1::{DeleteOptions, ObjectMeta, Preconditions},
@@ -28,12 +28,23 @@ pub(crate) enum Run {
     Real,
 }
 
-/// Asks the API server to evict the subject. The request names UID and version of the pod as it
-/// was read for the decision, so that it cannot hit a pod that has changed, whoever sends it and
-/// however late. It is never sent again by itself.
+/// Asks the API server to evict the subject: see [`evict_pod`].
 pub(crate) async fn evict(ctx: &Context, scene: &Scene, run: Run) -> Eviction {
     let Some((pod, facts)) = &scene.pod else { return Eviction::Gone };
     let grace = scene.incident.spec.proposed.grace_period_seconds.map(i64::from);
+    evict_pod(ctx, pod, facts, grace, run).await
+}
+
+/// Asks the API server to evict a pod. The request names UID and version of the pod as it
+/// was read for the decision, so that it cannot hit a pod that has changed, whoever sends it and
+/// however late. It is never sent again by itself.
+pub(crate) async fn evict_pod(
+    ctx: &Context,
+    pod: &Pod,
+    facts: &PodFacts,
+    grace: Option<i64>,
+    run: Run,
+) -> Eviction {
     let body = v1::Eviction {
         metadata: ObjectMeta {
             name: Some(facts.name.clone()),

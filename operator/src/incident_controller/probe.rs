@@ -4,6 +4,7 @@
 use std::{
     collections::HashMap,
     sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use highwater_policy::remediation::{DISRUPTION_BUDGET, Eviction};
@@ -16,17 +17,22 @@ use super::{
 };
 use crate::context::{Context, Key};
 
+/// After what time nobody asks for a refusal any more.
+const FORGOTTEN: Duration = Duration::from_mins(10);
+
 /// When a disruption budget last refused, and what it said.
 #[derive(Debug, Default)]
 pub(crate) struct Refusals(Mutex<HashMap<Key, (Instant, String)>>);
 
 impl Refusals {
     pub(crate) fn put(&self, key: &Key, why: &str, now: Instant) {
-        self.lock().insert(key.clone(), (now, why.to_owned()));
+        let mut refusals = self.lock();
+        refusals.retain(|_, (at, _)| now.duration_since(*at) < FORGOTTEN);
+        refusals.insert(key.clone(), (now, why.to_owned()));
     }
 
     /// What it said, if that is too recent to ask again.
-    fn recent(&self, key: &Key, now: Instant) -> Option<String> {
+    pub(super) fn recent(&self, key: &Key, now: Instant) -> Option<String> {
         let refusals = self.lock();
         let (at, why) = refusals.get(key)?;
         (now.duration_since(*at) < AFTER_REFUSAL).then(|| why.clone())
@@ -59,8 +65,6 @@ pub(super) async fn blocked(ctx: &Context, scene: &Scene) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     #[test]

@@ -3,7 +3,10 @@
 use std::{collections::BTreeSet, fmt};
 
 use highwater_policy::pod::{Owner, PodFacts};
-use k8s_openapi::{api::core::v1::Pod, apimachinery::pkg::apis::meta::v1::ObjectMeta};
+use k8s_openapi::{
+    api::core::v1::{ObjectReference, Pod},
+    apimachinery::pkg::apis::meta::v1::ObjectMeta,
+};
 use kube::{
     Resource,
     core::PartialObjectMeta,
@@ -18,9 +21,24 @@ const DEPTH: usize = 4;
 /// The top owner of a pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Workload {
+    api_version: String,
     kind: String,
     name: String,
     uid: String,
+}
+
+impl Workload {
+    /// What an Event on it refers to.
+    pub(crate) fn reference(&self, namespace: &str) -> ObjectReference {
+        ObjectReference {
+            api_version: Some(self.api_version.clone()),
+            kind: Some(self.kind.clone()),
+            namespace: Some(namespace.to_owned()),
+            name: Some(self.name.clone()),
+            uid: Some(self.uid.clone()),
+            ..ObjectReference::default()
+        }
+    }
 }
 
 impl fmt::Display for Workload {
@@ -41,7 +59,7 @@ fn climb(stores: &Stores, namespace: &str, mut owner: Owner) -> Workload {
             None => break,
         }
     }
-    Workload { kind: owner.kind, name: owner.name, uid: owner.uid }
+    Workload { api_version: owner.api_version, kind: owner.kind, name: owner.name, uid: owner.uid }
 }
 
 fn above(stores: &Stores, namespace: &str, owner: &Owner) -> Option<Owner> {

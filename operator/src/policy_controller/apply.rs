@@ -60,7 +60,8 @@ pub(crate) async fn apply(
         .iter()
         .filter_map(|(name, (guard, _))| {
             let policy = readable(guard)?;
-            let new = status(outcomes.get(name)?, reports.get(name), policy.status.as_ref(), now)?;
+            let report = reports.get(name);
+            let new = status(outcomes.get(name)?, report, halts(ctx, name), policy.status.as_ref(), now)?;
             Some((&policy.metadata, new))
         })
         .collect();
@@ -134,18 +135,23 @@ async fn refuse(
     let stored = call("read a policy", api.get(name)).await?;
     let old: Option<GpuMemoryPolicyStatus> =
         stored.data.get("status").and_then(|s| serde_json::from_value(Value::clone(s)).ok());
-    if let Some(new) = status(outcome, None, old.as_ref(), now) {
+    if let Some(new) = status(outcome, None, halts(ctx, name), old.as_ref(), now) {
         warn!(policy = name, error = invalid.error, "a stored policy cannot be read and does not hold");
         write_status(ctx, meta, new).await?;
     }
     Ok(())
 }
 
+/// Whether the whole fleet stands still by the share of this policy.
+fn halts(ctx: &Context, policy: &str) -> bool {
+    ctx.halted.borrow().as_ref().is_some_and(|halt| halt.policy == policy)
+}
+
 fn show(ctx: &Context, outcomes: &BTreeMap<String, Outcome>, reports: &BTreeMap<String, Report>) {
     let gauge = &ctx.metrics.policy_conditions;
     gauge.reset();
     for (name, outcome) in outcomes {
-        let status = status(outcome, reports.get(name), None, Timestamp::UNIX_EPOCH);
+        let status = status(outcome, reports.get(name), halts(ctx, name), None, Timestamp::UNIX_EPOCH);
         for condition in status.iter().flat_map(|s| &s.conditions) {
             gauge.with_label_values(&[name.as_str(), &condition.type_, &condition.status]).set(1);
         }

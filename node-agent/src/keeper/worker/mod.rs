@@ -30,9 +30,9 @@ use crate::{
 };
 
 /// The program itself: the worker is another run of it.
-const PROGRAM: &str = "/proc/self/exe";
+pub(crate) const PROGRAM: &str = "/proc/self/exe";
 /// The variable by which CUDA is shown one device: the way to reach each MIG instance.
-const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
+pub(crate) const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 /// How long a worker with an order may be silent: a healthy one makes 8 GiB in some milliseconds,
 /// and starts in a second or two where the driver is slow.
 const SILENCE: Duration = Duration::from_secs(20);
@@ -243,7 +243,8 @@ async fn until(deadline: Option<Instant>) {
     }
 }
 
-fn describe(status: ExitStatus) -> String {
+/// How a child ended, in words.
+pub(crate) fn describe(status: ExitStatus) -> String {
     use std::os::unix::process::ExitStatusExt;
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exit status {code}"),
