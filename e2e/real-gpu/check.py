@@ -192,10 +192,10 @@ def story(report, nvml, cluster, title, kind, neighbour, size, rate):
                  f"limit {mib(spec['evidence'].get('limitBytes', 0))}, level {spec['evidence'].get('level')} at "
                  f"{spec['evidence'].get('levelPercent')} %: {spec['evidence'].get('explanation', '')}")
     reached = ""
-    if decision.get("evictedAt"):
+    if decision.get("actedAt"):
         reaction = seconds_between(found[0], lambda i: i["spec"]["evidence"]["at"],
-                                   lambda i: i["status"]["decision"]["evictedAt"])
-        closing = seconds_between(found[0], lambda i: i["status"]["decision"]["evictedAt"],
+                                   lambda i: i["status"]["decision"]["actedAt"])
+        closing = seconds_between(found[0], lambda i: i["status"]["decision"]["actedAt"],
                                   lambda i: i["status"]["decision"]["since"])
         reached = f"; sample to eviction {reaction * 1000:.0f} ms, eviction to verified {closing:.1f} s"
     report.claim(decision.get("state") == "Succeeded", f"{title}: the pod is evicted, and that is verified",

@@ -50,12 +50,16 @@ const MODULES: &[Module] = &[
 /// The guard, by the name that it has in pods.
 pub(crate) const GUARD: &str = "libhighwater-guard.so";
 
+/// What the readiness probes of pods run that opted in to `Unready`.
+pub(crate) const READY: &str = "ready";
+
 /// A product of this workspace that the cluster runs: package, file in the target folder, and the
 /// name that it gets in the cluster.
 const PRODUCTS: &[(&str, &str, &str)] = &[
     ("highwater-agent", "agent", "agent"),
     ("highwater-agent", "keeper", "keeper"),
     (GUARD_PACKAGE, "libhighwater_guard.so", GUARD),
+    (READY_PACKAGE, "ready", READY),
     ("highwater-operator", "operator", "operator"),
     ("highwater-workloads", "workload", "workload"),
     ("gpu-device-plugin", "gpu-device-plugin", "gpu-device-plugin"),
@@ -64,10 +68,12 @@ const PRODUCTS: &[(&str, &str, &str)] = &[
     ("gpusim-nvml", "libgpusim_nvml.so", "libnvidia-ml.so.1"),
 ];
 
-/// Runs inside other people's processes. Where the product is not built for development, it is
-/// built as it is shipped: by a profile of its own, without the standard library, in a build without
-/// other packages, which would bring that in.
+/// What runs inside of other people's containers: the guard in their processes, and the helper of
+/// their readiness probes. Where the product is not built for development, each is built as it is
+/// shipped: by a profile of its own, without the standard library, in a build without other packages,
+/// which would bring that in.
 const GUARD_PACKAGE: &str = "highwater-guard";
+const READY_PACKAGE: &str = "highwater-ready";
 const GUARD_PROFILE: &str = "guard";
 const GUARD_FEATURES: &str = "freestanding";
 
@@ -90,7 +96,8 @@ impl Default for Build {
 
 impl Build {
     fn profile_of(&self, package: &str) -> &str {
-        if package == GUARD_PACKAGE && self.profile != "dev" { GUARD_PROFILE } else { &self.profile }
+        let alone = [GUARD_PACKAGE, READY_PACKAGE].contains(&package);
+        if alone && self.profile != "dev" { GUARD_PROFILE } else { &self.profile }
     }
 }
 
@@ -192,13 +199,14 @@ pub fn build_products(paths: &Paths, build: &Build) -> Result<()> {
     }
     tracing::info!("building the product ({})", build.profile);
     let packages: BTreeSet<&str> = PRODUCTS.iter().map(|(package, _, _)| *package).collect();
-    let profiles: BTreeSet<&str> = packages.iter().map(|package| build.profile_of(package)).collect();
-    for profile in profiles {
+    let (alone, together): (Vec<&str>, Vec<&str>) =
+        packages.into_iter().partition(|package| build.profile_of(package) == GUARD_PROFILE);
+    let builds = std::iter::once(together).chain(alone.into_iter().map(|package| vec![package]));
+    for packages in builds {
+        let profile = packages.first().map_or(build.profile.as_str(), |package| build.profile_of(package));
         let mut cargo = Command::new("cargo");
         cargo.args(["build", "--quiet", "--profile", profile]).current_dir(&paths.repository);
-        for package in packages.iter().filter(|package| build.profile_of(package) == profile) {
-            cargo.args(["--package", package]);
-        }
+        cargo.args(packages.iter().flat_map(|package| ["--package", package]));
         if profile == GUARD_PROFILE {
             cargo.args(["--features", GUARD_FEATURES]);
         }
@@ -268,6 +276,7 @@ mod tests {
         let build = |profile: &str| Build { profile: profile.into(), no_build: false };
         assert_eq!(build("release").profile_of(GUARD_PACKAGE), "guard");
         assert_eq!(build("release").profile_of("highwater-agent"), "release");
+        assert_eq!(build("release").profile_of(READY_PACKAGE), "guard");
         assert_eq!(build("dev").profile_of(GUARD_PACKAGE), "dev");
     }
 

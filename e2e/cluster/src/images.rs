@@ -14,7 +14,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::{
     command,
-    components::{GUARD, hex},
+    components::{GUARD, READY, hex},
     node,
     paths::{Paths, write},
     spec::Spec,
@@ -50,7 +50,11 @@ const PARTS: &[Part] = &[
     Part {
         name: "keeper",
         image: "agent",
-        files: &[("keeper", "usr/bin/keeper"), (GUARD, "usr/lib/highwater/libhighwater-guard.so")],
+        files: &[
+            ("keeper", "usr/bin/keeper"),
+            (GUARD, "usr/lib/highwater/libhighwater-guard.so"),
+            (READY, "usr/lib/highwater/ready"),
+        ],
     },
     Part { name: "operator", image: "operator", files: &[("operator", "usr/bin/operator")] },
 ];

@@ -4,22 +4,36 @@
 // A JSON value indexed by a name that it lacks is null; it does not panic.
 #![allow(clippy::indexing_slicing)]
 
+mod acts;
 mod audit;
+mod cordon;
+mod fleet;
 mod inside;
 mod metrics;
 mod node;
 mod objects;
+mod operator;
+mod report;
 mod scenario;
 
+pub use acts::acted;
 pub use audit::Write;
+pub use cordon::two_nodes;
+pub use fleet::{FleetNode, SimulatedFleet};
+use inside::elapsed;
 pub use inside::{Call, Line, Ran, calls, infos};
 pub use metrics::{Samples, parse_metrics};
 pub use node::{Kept, restarts};
-pub use objects::{ModelServer, deployment, enforce, policy};
+pub use objects::{
+    ModelServer, PRESSURE_FILE, broken_by, critical, deployment, enforce, policy, priority_class,
+};
 pub use scenario::{Scenario, scenario};
 
 /// The node on which single-node scenarios run.
 pub const NODE: &str = "n1";
+
+/// The second real node, where there is one.
+pub const OTHER_NODE: &str = "n2";
 
 /// Namespace of the release.
 pub const SYSTEM: &str = "highwater-system";

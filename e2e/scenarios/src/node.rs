@@ -35,6 +35,12 @@ impl Scenario {
         self.cluster.on_node(NODE, "pkill", &["-KILL", "-x", program]).await.map(drop)
     }
 
+    /// Halts a program of Highwater on the node in mid-flight, or lets it go on.
+    pub async fn halt(&self, program: &str, halted: bool) -> Result<()> {
+        let signal = if halted { "-STOP" } else { "-CONT" };
+        self.cluster.on_node(NODE, "pkill", &[signal, "-x", program]).await.map(drop)
+    }
+
     /// Waits until another container of a component runs on the node than in `before`; in the case of
     /// the agent, until it measures.
     pub async fn back(&self, component: &str, before: &Pod) -> Result<Pod> {
@@ -114,6 +120,14 @@ impl Scenario {
     pub async fn driver(&self) -> Result<Value> {
         let shown = self.cluster.gpusim(NODE, &["show"]).await?;
         serde_json::from_str(&shown).context("what the driver shows")
+    }
+
+    /// Fails where the node's driver has a process that is locked, or whose memory is on the host.
+    pub async fn nobody_is_stopped(&self) -> Result<()> {
+        let driver = self.driver().await?;
+        let stopped = driver["stopped"].as_array().map_or(0, Vec::len);
+        ensure!(stopped == 0, "{stopped} processes are stopped: {}", driver["stopped"]);
+        Ok(())
     }
 
     /// The memory that descriptors alone keep.

@@ -5,6 +5,9 @@ use serde_json::{Value, json};
 
 use crate::NODE;
 
+/// Where pods find the pressure file.
+pub const PRESSURE_FILE: &str = "/var/run/highwater/pressure";
+
 /// A model server: one pod of a Deployment that follows a workload script on one GPU share.
 #[derive(Clone, Debug)]
 pub struct ModelServer {
@@ -17,6 +20,10 @@ pub struct ModelServer {
     gpus: i32,
     env: Vec<Value>,
     restricted: bool,
+    node: Option<String>,
+    ports: Vec<Value>,
+    readiness: Value,
+    priority_class: Option<String>,
 }
 
 impl ModelServer {
@@ -32,7 +39,61 @@ impl ModelServer {
             gpus: 1,
             env: Vec::new(),
             restricted: false,
+            node: Some(NODE.to_owned()),
+            ports: Vec::new(),
+            readiness: Value::Null,
+            priority_class: None,
         }
+    }
+
+    /// Lets its pods run on another node than the one that scenarios look at.
+    #[must_use]
+    pub fn on(mut self, node: &str) -> Self {
+        self.node = Some(node.to_owned());
+        self
+    }
+
+    /// Lets its pods run on any node.
+    #[must_use]
+    pub fn anywhere(mut self) -> Self {
+        self.node = None;
+        self
+    }
+
+    /// Opts its pods in to `Hook`: the script serves the preset's endpoints at this port.
+    #[must_use]
+    pub fn hook(mut self, preset: &str, port: u16) -> Self {
+        self.ports.push(json!({"name": "http", "containerPort": port}));
+        self.annotation(names::POD_HOOK, preset)
+    }
+
+    /// Opts its pods in to `Unready`: their readiness probe runs the helper of the guard's volume.
+    #[must_use]
+    pub fn unready(mut self) -> Self {
+        self.readiness = json!({
+            "exec": {"command": [names::READY_HELPER, PRESSURE_FILE]},
+            "periodSeconds": 1, "failureThreshold": 1, "timeoutSeconds": 5,
+        });
+        self.guarded()
+    }
+
+    /// Opts its pods in to `Park`.
+    #[must_use]
+    pub fn parkable(self) -> Self {
+        self.label(names::PARK_LABEL, "true")
+    }
+
+    /// Lets its pods be restarted where they are.
+    #[must_use]
+    pub fn restarts_in_place(self) -> Self {
+        self.annotation(names::POD_RESTART, names::RESTART_IN_PLACE)
+    }
+
+    /// Sets the priority class of its pods.
+    #[must_use]
+    pub fn priority_class(mut self, name: &str) -> Self {
+        self.priority_class = Some(name.to_owned());
+        self
     }
 
     /// Adds a label to its pods.
@@ -104,11 +165,9 @@ impl ModelServer {
         } else {
             (json!({}), json!({}))
         };
-        json!({
+        let mut template = json!({
             "metadata": {"labels": self.labels, "annotations": self.annotations},
             "spec": {
-                // Scenarios look at one node; a second one may be up.
-                "nodeSelector": {"kubernetes.io/hostname": NODE},
                 "terminationGracePeriodSeconds": self.grace_period_seconds,
                 "securityContext": pod_security,
                 "containers": [{
@@ -118,12 +177,24 @@ impl ModelServer {
                     "args": ["--script", self.script],
                     "env": self.env,
                     "securityContext": container_security,
+                    "ports": self.ports,
                     "resources": {"limits": if self.gpus == 0 { json!({}) } else { json!({"nvidia.com/gpu": self.gpus.to_string()}) }},
                     "volumeMounts": [{"name": "highwater", "mountPath": "/var/run/highwater"}],
                 }],
                 "volumes": [{"name": "highwater", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}}],
             },
-        })
+        });
+        // Scenarios look at one node; a second one may be up.
+        if let Some(node) = &self.node {
+            template["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": node});
+        }
+        if let Some(class) = &self.priority_class {
+            template["spec"]["priorityClassName"] = json!(class);
+        }
+        if !self.readiness.is_null() {
+            template["spec"]["containers"][0]["readinessProbe"] = self.readiness.clone();
+        }
+        template
     }
 
     /// The Deployment.
@@ -192,4 +263,29 @@ pub fn enforce(namespace: &str, limit: &str) -> Value {
             },
         },
     })
+}
+
+/// A policy's breaker on devices, with `Critical` alone.
+pub fn critical(trip_percent: i32, clear_percent: i32, actions: &Value) -> Value {
+    json!({
+        "scope": "Device", "minimumStayMilliseconds": 500,
+        "critical": {"tripPercent": trip_percent, "clearPercent": clear_percent, "holdMilliseconds": 200, "actions": actions},
+    })
+}
+
+/// The spec of a policy that does nothing but what this breaker asks for, in one namespace, as often
+/// as need be. Each pod may hold `limit`, and is owed so little that every pod with memory is over.
+pub fn broken_by(namespace: &str, limit: &str, breaker: &Value) -> Value {
+    let mut spec = enforce(namespace, limit);
+    spec["quota"]["breach"]["actions"] = json!([]);
+    spec["quota"]["default"]["guarantee"] = json!("1Gi");
+    spec["breakers"] = json!([breaker]);
+    spec["remediation"]["budget"]["rates"] =
+        json!([{"scope": "Policy", "maxActions": 100, "windowMinutes": 60}]);
+    spec
+}
+
+/// A priority class.
+pub fn priority_class(name: &str, value: i32) -> Value {
+    json!({"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": name}, "value": value})
 }

@@ -1,14 +1,13 @@
 //! One scenario: what it may touch, and what is told and cleaned up when it ends.
 
 use std::{
-    fmt::Write as _,
     panic::Location,
     sync::{Mutex, PoisonError},
     time::Duration,
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use highwater_crds::{DecisionState, GpuMemoryIncident, GpuMemoryNode, GpuMemoryPolicy, names};
+use highwater_crds::{DecisionState, GpuMemoryIncident, GpuMemoryNode, GpuMemoryPolicy, IncidentKind, names};
 use highwater_e2e::{Cluster, eventually};
 use jiff::Timestamp;
 use k8s_openapi::api::{
@@ -24,7 +23,9 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-use crate::{ModelServer, NODE, SYSTEM, Samples, TIMEOUT, deployment, metrics, policy};
+use crate::{
+    ModelServer, NODE, SYSTEM, Samples, SimulatedFleet, TIMEOUT, deployment, metrics, policy, report,
+};
 
 /// Marks the namespaces of scenarios.
 const LABEL: &str = "highwater.dev/scenario";
@@ -47,8 +48,8 @@ impl std::fmt::Debug for Scenario {
 }
 
 /// Runs a scenario in a namespace named after it. When it fails, what the cluster looked like is
-/// printed; its policies, its namespace and every fault of the simulated GPUs are removed in
-/// either case.
+/// printed, in short, and the error as the last line; its policies, its namespace and every fault of
+/// the simulated GPUs are removed in either case.
 ///
 /// # Errors
 /// Whatever the body fails with; and where no cluster is up.
@@ -67,9 +68,13 @@ pub fn scenario(name: &str, body: impl AsyncFnOnce(&Scenario) -> Result<()>) -> 
                 "---- {name} ({place}) failed; the cluster at that moment:\n{}",
                 scenario.describe().await
             );
+            scenario.keep_details().await;
         }
         let cleaned = scenario.clean_up().await.context("cleaning up");
-        result.and(cleaned)
+        // The last that is printed, in one line: what comes before may be cut.
+        result
+            .and(cleaned)
+            .map_err(|error| anyhow!("{name} ({place}): {}", report::one_line(&format!("{error:#}"))))
     })?
 }
 
@@ -81,6 +86,7 @@ impl Scenario {
         let unique = Timestamp::now().as_millisecond() % 100_000;
         let scenario = Self { cluster, client, namespace: format!("{name}-{unique}") };
         scenario.clean_up().await.context("clearing what an earlier run left")?;
+        SimulatedFleet::clear(&scenario).await.context("clearing the fleet that an earlier run left")?;
         scenario.create_namespace().await?;
         Ok(scenario)
     }
@@ -110,6 +116,7 @@ impl Scenario {
         }
         for node in self.nodes() {
             self.cluster.gpusim(&node, &["clear"]).await?;
+            self.as_it_was(&node).await.with_context(|| format!("restoring node {node}"))?;
         }
         let namespaces: Api<Namespace> = Api::all(self.client.clone());
         for namespace in namespaces.list(&ListParams::default().labels(&format!("{LABEL}=true"))).await? {
@@ -139,7 +146,8 @@ impl Scenario {
         .await
     }
 
-    fn nodes(&self) -> Vec<String> {
+    /// The names of the real nodes.
+    pub fn nodes(&self) -> Vec<String> {
         self.cluster.spec.nodes().map(highwater_e2e::spec::Node::name).collect()
     }
 
@@ -372,7 +380,9 @@ impl Scenario {
     ) -> Result<GpuMemoryIncident> {
         let incidents: Api<GpuMemoryIncident> = Api::namespaced(self.client.clone(), SYSTEM);
         self.incident_where(&incidents, "about nobody", state, reason, TIMEOUT, |incident| {
-            incident.spec.subject.is_none() && incident.spec.policy == policy
+            incident.spec.subject.is_none()
+                && incident.spec.kind == IncidentKind::Breaker
+                && incident.spec.policy == policy
         })
         .await
     }
@@ -450,6 +460,22 @@ impl Scenario {
             .with_context(|| format!("no {component} runs on {node}"))
     }
 
+    /// Waits for a metric of a node's agent to satisfy a condition; returns its value.
+    pub async fn metric_on(
+        &self,
+        node: &str,
+        name: &str,
+        labels: &[(&str, &str)],
+        holds: impl Fn(Option<i64>) -> bool,
+    ) -> Result<Option<i64>> {
+        eventually(&format!("{name}{labels:?} of {node} as expected"), TIMEOUT, async || {
+            let value = self.metrics(node).await?.bytes(name, labels)?;
+            ensure!(holds(value), "it is {value:?}");
+            Ok(value)
+        })
+        .await
+    }
+
     /// Scrapes the agent of a node.
     pub async fn metrics(&self, node: &str) -> Result<Samples> {
         let agent = self.agent(node).await?;
@@ -525,36 +551,6 @@ impl Scenario {
         let nodes: Api<Node> = Api::all(self.client.clone());
         nodes.patch(node, &PatchParams::default(), &Patch::Merge(pause_patch(paused))).await?;
         Ok(())
-    }
-
-    /// Everything that helps to see why something did not happen.
-    pub async fn describe(&self) -> String {
-        let mut text = String::new();
-        let namespace = self.namespace.as_str();
-        let questions: [&[&str]; 6] = [
-            &["get", "gmp,gmn", "-o", "yaml", "--show-managed-fields=false"],
-            &["get", "gmi", "-A", "-o", "wide"],
-            &["get", "gmi", "-n", namespace, "-o", "yaml"],
-            &["get", "pods", "-A", "-o", "wide"],
-            &["get", "events", "-n", namespace, "--sort-by=.lastTimestamp"],
-            &["get", "configmap", "-n", SYSTEM, names::BUDGET_CONFIG_MAP, "-o", "yaml"],
-        ];
-        for question in questions {
-            let answer = self.cluster.kubectl(question.iter().copied()).await;
-            let _ = writeln!(
-                text,
-                "$ kubectl {}\n{}",
-                question.join(" "),
-                answer.unwrap_or_else(|e| format!("{e:#}"))
-            );
-        }
-        for component in ["agent", "keeper", "operator"] {
-            let selector = format!("app.kubernetes.io/component={component}");
-            let arguments = ["logs", "-n", SYSTEM, "-l", &selector, "--tail=40", "--prefix"];
-            let answer = self.cluster.kubectl(arguments).await;
-            let _ = writeln!(text, "$ logs of {component}\n{}", answer.unwrap_or_else(|e| format!("{e:#}")));
-        }
-        text
     }
 }
 

@@ -23,6 +23,8 @@ const NON_BLOCKING: c_uint = 1;
 const CAPTURE_GLOBAL: c_int = 0;
 /// CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.
 const LAZY_PEER_ACCESS: c_uint = 1;
+/// CU_MEMPOOL_ATTR_RELEASE_THRESHOLD.
+const RELEASE_THRESHOLD: c_int = 4;
 /// CU_AD_FORMAT_FLOAT.
 const FLOAT: c_int = 0x20;
 /// What memory that is made by itself comes in.
@@ -233,6 +235,9 @@ functions! {
     );
     pool_destroy = cuMemPoolDestroy / cuMemPoolDestroy @ 11_020 (pool: *mut c_void);
     pool_trim = cuMemPoolTrimTo / cuMemPoolTrimTo @ 11_020 (pool: *mut c_void, keep: usize);
+    pool_set_attribute = cuMemPoolSetAttribute / cuMemPoolSetAttribute @ 11_020 (
+        pool: *mut c_void, attribute: c_int, value: *const c_void,
+    );
     default_pool = cuDeviceGetDefaultMemPool / cuDeviceGetDefaultMemPool @ 11_020 (
         pool: *mut *mut c_void, device: c_int,
     );
@@ -566,6 +571,14 @@ impl Cuda {
         self.default_pool(&raw mut pool, device)?;
         self.pool_trim(pool, 0)?;
         self.graph_trim(device)
+    }
+
+    /// Lets a device's own pool keep whatever is freed.
+    pub(crate) fn retain(&self, device: c_int) -> Result<(), CudaError> {
+        let mut pool = std::ptr::null_mut();
+        self.default_pool(&raw mut pool, device)?;
+        let everything = u64::MAX;
+        self.pool_set_attribute(pool, RELEASE_THRESHOLD, (&raw const everything).cast())
     }
 
     /// Writes to memory, and waits until that is done.

@@ -4,6 +4,8 @@
 //! that Highwater looks after; see `script.rs` for the language.
 
 mod cuda;
+mod engine;
+mod errands;
 mod loader;
 mod nvml;
 mod pressure;
@@ -19,6 +21,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::Parser;
 
+use crate::errands::Errands;
 use crate::loader::{Bypass, Lookup};
 use crate::run::{Access, Runner};
 use crate::script::Script;
@@ -31,7 +34,9 @@ use crate::signals::Signals;
 /// capture, host; expect-oom context, or expect-oom and one of these; share SIZE at PATH;
 /// import PATH [map]; keep PATH; offer SIZE at PATH; open PATH; info; synchronize; trim; touch; grow SIZE/s to SIZE; leak SIZE every DURATION [xN]; spike SIZE for
 /// DURATION; hold [DURATION]; free [SIZE]; fork N { SCRIPT }; ignore-sigterm;
-/// watch-pressure PATH; serve; on-oom exit N|continue|retry; exit N.
+/// watch-pressure PATH; cache SIZE; engine PORT [hangs|redirects URL|streams|fails];
+/// heed level|unready PATH; retain; swing SIZE every DURATION xN; serve;
+/// on-oom exit N|continue|retry; exit N.
 #[derive(Debug, Parser)]
 #[command(name = "workload", version)]
 struct Arguments {
@@ -62,7 +67,14 @@ fn main() -> ExitCode {
             return ExitCode::from(BAD_SCRIPT);
         }
     };
-    ExitCode::from(Runner::new(signals, access).run(&script))
+    let errands = match Errands::new() {
+        Ok(errands) => errands,
+        Err(error) => {
+            eprintln!("workload: {error}");
+            return ExitCode::from(BAD_SCRIPT);
+        }
+    };
+    ExitCode::from(Runner::new(signals, errands, access).run(&script))
 }
 
 fn prepare() -> Result<(Script, Signals, Access)> {

@@ -14,11 +14,12 @@ use clap::builder::PossibleValue;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::cuda::{ContextHandle, Cuda, CudaError, IpcHandle, Place, STEP};
+use crate::errands::{Answer, Errands, Wish};
 use crate::loader::{Bypass, Lookup};
 use crate::script::{OnRefusal, Script, Statement, Way};
-use crate::signals::{Signals, Terminated};
+use crate::signals::{Signals, Terminated, Woken};
 use crate::units::show;
-use crate::{nvml, share};
+use crate::{engine, nvml, pressure, share};
 
 /// Between two attempts to get memory that was refused.
 const RETRY: Duration = Duration::from_millis(100);
@@ -84,12 +85,17 @@ pub(crate) struct Access {
 /// A process on its way through a script.
 pub(crate) struct Runner {
     signals: Signals,
+    errands: Errands,
     access: Access,
     cuda: Option<Cuda>,
     device: c_int,
     /// The contexts that this process has, by device.
     contexts: BTreeMap<c_int, ContextHandle>,
     pieces: Vec<Piece>,
+    /// What an engine gives back when it is asked to.
+    cache: Vec<Piece>,
+    /// What it held, and of that its cache, when it was sent to sleep.
+    asleep: Option<(u64, u64)>,
     /// Descriptors that keep memory of whomever.
     descriptors: Vec<OwnedFd>,
     children: Vec<Child>,
@@ -98,14 +104,17 @@ pub(crate) struct Runner {
 
 impl Runner {
     /// At the start of a script.
-    pub(crate) fn new(signals: Signals, access: Access) -> Self {
+    pub(crate) fn new(signals: Signals, errands: Errands, access: Access) -> Self {
         Self {
             signals,
+            errands,
             access,
             cuda: None,
             device: 0,
             contexts: BTreeMap::new(),
             pieces: Vec::new(),
+            cache: Vec::new(),
+            asleep: None,
             descriptors: Vec::new(),
             children: Vec::new(),
             on_refusal: OnRefusal::Exit(FAILED),
@@ -182,19 +191,37 @@ impl Runner {
             Statement::Leak { bytes, every, times } => self.leak(*bytes, *every, *times)?,
             Statement::Spike { bytes, lasting } => {
                 if self.take(Way::Plain, *bytes)? {
-                    self.signals.wait(*lasting)?;
+                    self.wait(*lasting)?;
                     self.give_back(Some(*bytes))?;
                 }
             }
             Statement::Hold(time) => {
                 let deadline = time.map(|time| Instant::now() + time);
-                self.signals.wait_until(deadline)?;
+                self.wait_until(deadline)?;
             }
             Statement::Free(bytes) => self.give_back(*bytes)?,
             Statement::Fork { children, script } => self.fork(*children, script)?,
             Statement::IgnoreTermination => self.signals.ignore(),
-            Statement::WatchPressure(path) => crate::pressure::watch(path)
+            Statement::WatchPressure(path) => pressure::watch(path)
                 .map_err(|error| Stop::Failed(format!("cannot watch {}: {error}", path.display())))?,
+            Statement::Cache(bytes) => {
+                if self.take(Way::Plain, *bytes)? {
+                    self.cache.extend(self.pieces.pop());
+                }
+            }
+            Statement::Engine { port, manner } => {
+                let served = engine::serve(*port, manner.clone(), self.errands.asker());
+                served.map_err(|error| Stop::Failed(format!("cannot serve at port {port}: {error}")))?;
+            }
+            Statement::Heed { what, path } => pressure::heed(path, *what, self.errands.asker())
+                .map_err(|error| Stop::Failed(format!("cannot watch {}: {error}", path.display())))?,
+            Statement::Retain => {
+                self.context()?;
+                let device = self.device;
+                let done = self.cuda()?.retain(device);
+                self.report("retain", 0, done)?;
+            }
+            Statement::Swing { bytes, every, times } => self.swing(*bytes, *every, *times)?,
             Statement::Serve => self.serve()?,
             Statement::OnRefusal(choice) => self.on_refusal = *choice,
             Statement::Exit(status) => return Err(Stop::Exit(*status)),
@@ -212,7 +239,7 @@ impl Runner {
                 return Ok(());
             }
             next += period;
-            self.signals.wait_until(Some(next))?;
+            self.wait_until(Some(next))?;
         }
         Ok(())
     }
@@ -224,9 +251,92 @@ impl Runner {
             self.take(Way::Plain, bytes)?;
             left = left.map(|left| left - 1);
             next += every;
-            self.signals.wait_until(Some(next))?;
+            self.wait_until(Some(next))?;
         }
         Ok(())
+    }
+
+    fn swing(&mut self, bytes: u64, every: Duration, times: u64) -> Result<(), Stop> {
+        let mut next = Instant::now();
+        for _ in 0..times {
+            let taken = self.take(Way::Plain, bytes)?;
+            next += every;
+            self.wait_until(Some(next))?;
+            if taken {
+                self.give_back(Some(bytes))?;
+            }
+            next += every;
+            self.wait_until(Some(next))?;
+        }
+        Ok(())
+    }
+
+    /// Waits until `deadline`, or for ever, and does meanwhile what other threads ask for.
+    fn wait_until(&mut self, deadline: Option<Instant>) -> Result<(), Stop> {
+        while self.signals.wait_until(deadline, self.errands.bell())? == Woken::Bell {
+            for errand in self.errands.take() {
+                let answer = self.fulfil(errand.wish);
+                errand.answer(answer);
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for a time, likewise.
+    fn wait(&mut self, time: Duration) -> Result<(), Stop> {
+        self.wait_until(Some(Instant::now() + time))
+    }
+
+    fn fulfil(&mut self, wish: Wish) -> Answer {
+        let failed = |error: CudaError| error.to_string();
+        match wish {
+            Wish::Flush => {
+                let cache = std::mem::take(&mut self.cache);
+                self.give_all_back(cache).map_err(failed)
+            }
+            Wish::Sleep => {
+                let held = self.held();
+                let cache = std::mem::take(&mut self.cache);
+                let cached = cache.iter().map(|piece| piece.size).sum();
+                self.asleep.get_or_insert((held, cached));
+                let pieces = std::mem::take(&mut self.pieces);
+                self.give_all_back(cache.into_iter().chain(pieces).collect()).map_err(failed)
+            }
+            Wish::WakeUp => {
+                let Some((held, cached)) = self.asleep else { return Ok(0) };
+                // The cache last, so that what it needs for its work is there first.
+                if held > cached {
+                    let piece = self.again(held - cached)?;
+                    self.pieces.push(piece);
+                    self.asleep = Some((cached, cached));
+                }
+                if cached > 0 {
+                    let piece = self.again(cached)?;
+                    self.cache.push(piece);
+                }
+                self.asleep = None;
+                Ok(held)
+            }
+        }
+    }
+
+    /// Takes again what was given back to sleep.
+    fn again(&mut self, bytes: u64) -> Result<Piece, String> {
+        let Some(cuda) = &self.cuda else { return Err("there is no driver".to_owned()) };
+        let place = cuda.allocate(length(bytes)).map_err(|error| error.to_string())?;
+        Ok(Piece { place, size: bytes })
+    }
+
+    /// Gives pieces back; how much it was.
+    fn give_all_back(&mut self, pieces: Vec<Piece>) -> Result<u64, CudaError> {
+        let mut given = 0;
+        for piece in pieces {
+            if let Some(cuda) = &self.cuda {
+                cuda.give_back(piece.place)?;
+            }
+            given += piece.size;
+        }
+        Ok(given)
     }
 
     fn serve(&mut self) -> Result<(), Stop> {
@@ -246,7 +356,7 @@ impl Runner {
             };
             say(&format!("serve used={} ok={succeeded} failed={failed} last={last}", self.held()));
             next += HEARTBEAT;
-            self.signals.wait_until(Some(next))?;
+            self.wait_until(Some(next))?;
         }
     }
 
@@ -288,7 +398,7 @@ impl Runner {
             match self.on_refusal {
                 OnRefusal::Exit(status) => return Err(Stop::Exit(status)),
                 OnRefusal::Continue => return Ok(false),
-                OnRefusal::Retry => self.signals.wait(RETRY)?,
+                OnRefusal::Retry => self.wait(RETRY)?,
             }
         }
     }
@@ -414,7 +524,7 @@ impl Runner {
         let content = loop {
             match std::fs::read(path) {
                 Ok(content) => break content,
-                Err(_) => self.signals.wait(RETRY)?,
+                Err(_) => self.wait(RETRY)?,
             }
         };
         let parts = content.split_first_chunk().zip(content.last_chunk());
@@ -553,7 +663,7 @@ impl Runner {
                 }
             });
             if !self.children.is_empty() {
-                self.signals.wait(RETRY)?;
+                self.wait(RETRY)?;
             }
         }
         if worst == 0 { Ok(()) } else { Err(Stop::Exit(worst)) }
@@ -596,7 +706,7 @@ impl Runner {
                 OnRefusal::Continue => {
                     return Err(Stop::Failed("there is no going on without a context".into()));
                 }
-                OnRefusal::Retry => self.signals.wait(RETRY)?,
+                OnRefusal::Retry => self.wait(RETRY)?,
             }
         };
         self.contexts.insert(device, context);
@@ -617,7 +727,7 @@ impl Runner {
 
     /// Bytes that the script took and has not given back.
     fn held(&self) -> u64 {
-        self.pieces.iter().map(|piece| piece.size).sum()
+        self.pieces.iter().chain(&self.cache).map(|piece| piece.size).sum()
     }
 }
 

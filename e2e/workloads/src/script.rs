@@ -7,6 +7,8 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::engine::Manner;
+use crate::pressure::Heeded;
 use crate::units::{parse_duration, parse_rate, parse_size};
 
 /// A whole script.
@@ -60,6 +62,18 @@ pub(crate) enum Statement {
     IgnoreTermination,
     /// `watch-pressure PATH`: prints the file's content at each change, from here on.
     WatchPressure(PathBuf),
+    /// `cache 8Gi`: takes memory that `engine` and `heed` give back.
+    Cache(u64),
+    /// `engine 8000 [hangs|redirects URL|streams|fails]`: serves an engine's control endpoints, well
+    /// or badly.
+    Engine { port: u16, manner: Manner },
+    /// `heed level|unready PATH`: gives the cache back when a pressure file says that memory is short,
+    /// or that the pod is to take no requests.
+    Heed { what: Heeded, path: PathBuf },
+    /// `retain`: the device's own pool keeps what is freed, as allocators ask it to.
+    Retain,
+    /// `swing 4Gi every 200ms xN`: takes it for so long, and gives it back for so long.
+    Swing { bytes: u64, every: Duration, times: u64 },
     /// `serve`: a heartbeat every second, for ever.
     Serve,
     /// `on-oom exit 3|continue|retry`: what to do when memory is refused, from here on.
@@ -195,8 +209,7 @@ impl Statement {
                 Self::Leak { bytes: positive(size)?, every: parse_duration(duration)?, times: None }
             }
             ["leak", size, "every", duration, times] => {
-                let number = times.strip_prefix('x').and_then(|number| number.parse().ok());
-                let times = Some(number.ok_or_else(|| format!("{times:?}: write how often as x10"))?);
+                let times = Some(parse_times(times)?);
                 Self::Leak { bytes: positive(size)?, every: parse_duration(duration)?, times }
             }
             ["spike", size, "for", duration] => {
@@ -208,6 +221,18 @@ impl Statement {
             ["free", size] => Self::Free(Some(positive(size)?)),
             ["ignore-sigterm"] => Self::IgnoreTermination,
             ["watch-pressure", path] => Self::WatchPressure(PathBuf::from(path)),
+            ["cache", size] => Self::Cache(positive(size)?),
+            ["engine", port, manner @ ..] => {
+                Self::Engine { port: parse_port(port)?, manner: parse_manner(manner)? }
+            }
+            ["heed", "level", path] => Self::Heed { what: Heeded::Level, path: path.into() },
+            ["heed", "unready", path] => Self::Heed { what: Heeded::Unready, path: path.into() },
+            ["retain"] => Self::Retain,
+            ["swing", size, "every", duration, times] => Self::Swing {
+                bytes: positive(size)?,
+                every: parse_duration(duration)?,
+                times: parse_times(times)?,
+            },
             ["serve"] => Self::Serve,
             ["on-oom", "continue"] => Self::OnRefusal(OnRefusal::Continue),
             ["on-oom", "retry"] => Self::OnRefusal(OnRefusal::Retry),
@@ -223,7 +248,7 @@ impl Statement {
 }
 
 fn usage(name: &str) -> String {
-    const FORMS: [(&str, &str); 35] = [
+    const FORMS: [(&str, &str); 40] = [
         ("device", "device N"),
         ("context", "context"),
         ("alloc", "alloc SIZE"),
@@ -256,6 +281,11 @@ fn usage(name: &str) -> String {
         ("fork", "fork N { SCRIPT }"),
         ("ignore-sigterm", "ignore-sigterm"),
         ("watch-pressure", "watch-pressure PATH"),
+        ("cache", "cache SIZE"),
+        ("engine", "engine PORT [hangs|redirects URL|streams|fails]"),
+        ("heed", "heed level|unready PATH"),
+        ("retain", "retain"),
+        ("swing", "swing SIZE every DURATION xN"),
         ("serve", "serve"),
         ("on-oom", "on-oom exit N|continue|retry"),
         ("exit", "exit N"),
@@ -281,6 +311,26 @@ fn positive(size: &str) -> Result<u64, String> {
         0 => Err("a size of 0 does nothing".into()),
         bytes => Ok(bytes),
     }
+}
+
+fn parse_times(times: &str) -> Result<u64, String> {
+    let number = times.strip_prefix('x').and_then(|number| number.parse().ok());
+    number.ok_or_else(|| format!("{times:?}: write how often as x10"))
+}
+
+fn parse_port(port: &str) -> Result<u16, String> {
+    port.parse().ok().filter(|port| *port > 0).ok_or_else(|| format!("{port:?} is no port from 1 to 65535"))
+}
+
+fn parse_manner(words: &[&str]) -> Result<Manner, String> {
+    Ok(match words {
+        [] => Manner::Well,
+        ["hangs"] => Manner::Hangs,
+        ["redirects", url] => Manner::Redirects((*url).to_owned()),
+        ["streams"] => Manner::Streams,
+        ["fails"] => Manner::Fails,
+        _ => return Err(usage("engine")),
+    })
 }
 
 fn parse_status(status: &str) -> Result<u8, String> {
@@ -357,6 +407,8 @@ mod tests {
             leak 64Mi every 500ms; leak 64Mi every 1s x10
             spike 4Gi for 200ms; hold 5s; hold; free; free 2Gi
             ignore-sigterm; watch-pressure /highwater/pressure; serve
+            cache 1Gi; engine 8000; engine 1 hangs; engine 2 redirects http://x/y; engine 3 streams; engine 4 fails
+            heed level /p; heed unready /p; retain; swing 1Gi every 500ms x3
             on-oom exit 3; on-oom continue; on-oom retry; exit 7";
         let (second, half) = (Duration::from_secs(1), Duration::from_millis(500));
         assert_eq!(
@@ -399,6 +451,16 @@ mod tests {
                 Statement::IgnoreTermination,
                 Statement::WatchPressure("/highwater/pressure".into()),
                 Statement::Serve,
+                Statement::Cache(GIB),
+                Statement::Engine { port: 8000, manner: Manner::Well },
+                Statement::Engine { port: 1, manner: Manner::Hangs },
+                Statement::Engine { port: 2, manner: Manner::Redirects("http://x/y".into()) },
+                Statement::Engine { port: 3, manner: Manner::Streams },
+                Statement::Engine { port: 4, manner: Manner::Fails },
+                Statement::Heed { what: Heeded::Level, path: "/p".into() },
+                Statement::Heed { what: Heeded::Unready, path: "/p".into() },
+                Statement::Retain,
+                Statement::Swing { bytes: GIB, every: half, times: 3 },
                 Statement::OnRefusal(OnRefusal::Exit(3)),
                 Statement::OnRefusal(OnRefusal::Continue),
                 Statement::OnRefusal(OnRefusal::Retry),
@@ -435,6 +497,8 @@ mod tests {
         assert!(error("grow 512Mi to 8Gi").contains("512Mi"));
         assert!(error("leak 64Mi every 1s 10").contains("x10"));
         assert!(error("exit 256").contains("0 to 255"));
+        assert!(error("engine 70000").contains("1 to 65535"));
+        assert!(error("engine 80 smiles").contains("write `engine PORT"));
         assert!(error("expect-oom hold 1s").contains("write `expect-oom"));
         assert!(error("vmm 1Gi 2Gi").contains("write `vmm SIZE`"));
         assert!(error("hold 5 s").contains("write `hold [DURATION]`"));

@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{FromRawFd, RawFd};
+use std::os::fd::{BorrowedFd, FromRawFd, RawFd};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -15,6 +15,15 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 pub(crate) struct Signals {
     descriptor: File,
     ignored: bool,
+}
+
+/// Why a wait is over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Woken {
+    /// Its time has passed.
+    Time,
+    /// The bell rang.
+    Bell,
 }
 
 /// The end was asked for.
@@ -34,32 +43,40 @@ impl Signals {
         self.ignored = true;
     }
 
-    /// Waits until `deadline`, or for ever.
-    pub(crate) fn wait_until(&mut self, deadline: Option<Instant>) -> Result<(), Terminated> {
+    /// Waits until `deadline`, or for ever, or until a bell can be read.
+    pub(crate) fn wait_until(
+        &mut self,
+        deadline: Option<Instant>,
+        bell: BorrowedFd<'_>,
+    ) -> Result<Woken, Terminated> {
         loop {
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            if self.arrives_within(left) {
+            let (signalled, rung) = self.arrives_within(left, bell);
+            if signalled {
                 self.take_one();
                 if !self.ignored {
                     return Err(Terminated);
                 }
                 crate::run::say("ignores a signal to end");
+            } else if rung {
+                return Ok(Woken::Bell);
             } else if left.is_some_and(|left| left.is_zero()) {
-                return Ok(());
+                return Ok(Woken::Time);
             }
         }
     }
 
-    /// Waits for a time.
-    pub(crate) fn wait(&mut self, time: Duration) -> Result<(), Terminated> {
-        self.wait_until(Some(Instant::now() + time))
-    }
-
-    /// Whether a signal arrives within a time; with none, waits until one does.
-    fn arrives_within(&self, time: Option<Duration>) -> bool {
-        let mut ready = [PollFd::new(&self.descriptor, PollFlags::IN)];
+    /// Whether a signal arrives within a time, and whether the bell rings; with no time, waits until
+    /// one does.
+    fn arrives_within(&self, time: Option<Duration>, bell: BorrowedFd<'_>) -> (bool, bool) {
+        let mut ready =
+            [PollFd::new(&self.descriptor, PollFlags::IN), PollFd::from_borrowed_fd(bell, PollFlags::IN)];
         let timeout = time.and_then(|time| Timespec::try_from(time).ok());
-        poll(&mut ready, timeout.as_ref()).is_ok_and(|count| count > 0)
+        if poll(&mut ready, timeout.as_ref()).is_err() {
+            return (false, false);
+        }
+        let [signalled, rung] = ready.map(|one| one.revents().contains(PollFlags::IN));
+        (signalled, rung)
     }
 
     fn take_one(&mut self) {

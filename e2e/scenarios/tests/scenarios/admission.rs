@@ -28,10 +28,10 @@ fn the_api_server_refuses_what_cannot_be_right_and_says_what_to_change() -> Resu
             ("levels out of order", "breakers", breaker(mark(90, 70), mark(88, 84)), "out of order"),
             ("no level", "breakers", json!([{"scope": "Device"}]), "at least one of warning"),
             (
-                "a scope not served",
+                "a drain for a pool",
                 "breakers",
-                json!([{"scope": "Pool", "warning": mark(75, 70)}]),
-                "only scope Device",
+                json!([{"scope": "Pool", "warning": {"tripPercent": 75, "clearPercent": 70, "actions": [{"type": "Drain"}]}}]),
+                "only a breaker of scope Device may ask for Drain",
             ),
             (
                 "guarantee above limit",
@@ -49,10 +49,10 @@ fn the_api_server_refuses_what_cannot_be_right_and_says_what_to_change() -> Resu
                 "Unsupported value: \"Explode\"",
             ),
             (
-                "action not served",
+                "a drain for one pod's breach",
                 "quota",
-                json!({"default": {"limit": "8Gi"}, "breach": {"actions": [{"type": "Park"}]}}),
-                "not yet served",
+                json!({"default": {"limit": "8Gi"}, "breach": {"actions": [{"type": "Drain"}]}}),
+                "Freeze and Drain are actions of breakers",
             ),
             (
                 "pool above its cap",

@@ -7,10 +7,7 @@ use highwater_crds::{DecisionState, GpuMemoryIncident};
 use highwater_e2e::{eventually, never};
 use highwater_scenarios::{GI, NODE, SYSTEM, Samples, Scenario, TIMEOUT, deployment, enforce, scenario};
 use jiff::Timestamp;
-use k8s_openapi::api::{
-    coordination::v1::Lease,
-    core::v1::{ConfigMap, Pod},
-};
+use k8s_openapi::api::core::v1::{ConfigMap, Pod};
 use kube::{Api, ResourceExt as _};
 use serde_json::{Value, json};
 
@@ -112,7 +109,7 @@ async fn reach(s: &Scenario, pod: &Pod, point: Point) -> Result<()> {
         Point::Decided => decided(|i| i.status.as_ref().is_some_and(|s| s.decision.is_some())).await,
         Point::Evicted => {
             decided(|i| {
-                i.status.as_ref().and_then(|s| s.decision.as_ref()).is_some_and(|d| d.evicted_at.is_some())
+                i.status.as_ref().and_then(|s| s.decision.as_ref()).is_some_and(|d| d.acted_at.is_some())
             })
             .await
         }
@@ -175,7 +172,7 @@ fn a_leader_killed_on_the_way_to_an_act_leaves_it_to_be_done_once() -> Result<()
             let start = Timestamp::now();
             let app = format!("hog-{round}");
             let pod = s.start(&app, HOG).await?;
-            let leader = leader(s).await?;
+            let leader = s.leader().await?;
             eventually("the incident", TIMEOUT, async || {
                 incidents_about(s, &pod).await?.pop().map(drop).context("there is none")
             })
@@ -183,7 +180,7 @@ fn a_leader_killed_on_the_way_to_an_act_leaves_it_to_be_done_once() -> Result<()
             // From here on the decision and the act follow within milliseconds; the delays spread
             // the kills over that time.
             tokio::time::sleep(Duration::from_millis(delay)).await;
-            kill_operator(s, &leader).await?;
+            s.kill_operator(&leader).await?;
             s.incident(&pod, DecisionState::Succeeded, "MemoryReturned").await?;
             let evictions: Vec<_> =
                 s.evictions_since(start)?.into_iter().filter(|write| write.name == pod.name_any()).collect();
@@ -191,9 +188,9 @@ fn a_leader_killed_on_the_way_to_an_act_leaves_it_to_be_done_once() -> Result<()
             ensure!(evictions.len() <= 1, "killed after {delay} ms: {evictions:?}");
             ensure!(incidents_about(s, &pod).await?.len() == 1, "a second incident");
             // Its successor may have been evicted meanwhile, with a token of its own.
-            let spent = tokens_of(s, &pod).await?;
+            let spent = s.tokens_of(&pod).await?;
             ensure!(spent == 1, "killed after {delay} ms: {spent} tokens for one eviction");
-            ensure!(self::leader(s).await? != leader, "the killed leader leads");
+            ensure!(s.leader().await? != leader, "the killed leader leads");
             s.cluster.kubectl(["delete", "deployment", "-n", &s.namespace, &app]).await?;
         }
         Ok(())
@@ -224,7 +221,7 @@ fn an_approved_act_whose_leader_died_is_done_once_with_the_token_that_is_there()
         let evictions: Vec<_> =
             s.evictions_since(start)?.into_iter().filter(|write| write.name == pod.name_any()).collect();
         ensure!(evictions.len() == 1, "{evictions:?}");
-        ensure!(tokens_of(s, &pod).await? == 1, "the token that was there was to be used");
+        ensure!(s.tokens_of(&pod).await? == 1, "the token that was there was to be used");
         Ok(())
     })
 }
@@ -272,45 +269,6 @@ async fn leave_approved(s: &Scenario, incident: &GpuMemoryIncident, pod: &Pod) -
         &patch,
     ];
     s.cluster.kubectl(arguments).await.map(drop)
-}
-
-/// The tokens in the operator's ledger that were reserved for a pod.
-async fn tokens_of(s: &Scenario, pod: &Pod) -> Result<usize> {
-    let uid = pod.uid().unwrap_or_default();
-    let maps: Api<ConfigMap> = Api::namespaced(s.client.clone(), SYSTEM);
-    let Some(map) = maps.get_opt(highwater_crds::names::BUDGET_CONFIG_MAP).await? else { return Ok(0) };
-    let ledger = map.data.unwrap_or_default().into_values().next().context("an empty ledger")?;
-    let ledger: Value = serde_json::from_str(&ledger)?;
-    let tokens = ledger["tokens"].as_object().context("no tokens in the ledger")?;
-    Ok(tokens.values().filter(|token| token["pod"] == uid.as_str()).count())
-}
-
-async fn leader(s: &Scenario) -> Result<String> {
-    let leases: Api<Lease> = Api::namespaced(s.client.clone(), SYSTEM);
-    eventually("a leader", TIMEOUT, async || {
-        let lease = leases.get(highwater_crds::names::LEADER_LEASE).await?;
-        let holder = lease.spec.and_then(|spec| spec.holder_identity).filter(|holder| !holder.is_empty());
-        let holder = holder.context("nobody holds the lease")?;
-        let pods: Api<Pod> = Api::namespaced(s.client.clone(), SYSTEM);
-        pods.get(&holder).await.map(|pod| pod.name_any()).context("the holder is gone")
-    })
-    .await
-}
-
-/// SIGKILL to the operator process of one pod, which is not started again under that name: the
-/// other replica has to go on.
-async fn kill_operator(s: &Scenario, pod: &str) -> Result<()> {
-    let pods: Api<Pod> = Api::namespaced(s.client.clone(), SYSTEM);
-    let object = pods.get(pod).await?;
-    let uid = object.uid().context("no UID")?;
-    let node = object.spec.and_then(|spec| spec.node_name).context("it is on no node")?;
-    // Found by its container's cgroup; fails where nothing was killed.
-    let script = format!(
-        "for p in $(pgrep -x operator); do grep -q {uid} /proc/$p/cgroup && kill -KILL $p && exit 0; done; exit 1"
-    );
-    s.cluster.on_node(&node, "sh", &["-c", &script]).await.context("killing the leader")?;
-    pods.delete(pod, &kube::api::DeleteParams::default().grace_period(0)).await?;
-    Ok(())
 }
 
 #[test]

@@ -7,15 +7,21 @@
 #![allow(clippy::indexing_slicing)]
 
 mod accounting;
+mod actions;
 mod admission;
+mod drain;
 mod endings;
 mod faults;
+mod flaps;
+mod fleet;
 mod freeze;
 mod guard;
 mod keeper;
+mod kills;
 mod modes;
 mod observability;
 mod pool;
 mod steady;
 mod story;
+mod trouble;
 mod waits;

@@ -48,7 +48,7 @@ fn dry_run_says_what_it_would_do_and_never_acts() -> Result<()> {
             "it says what it would do: {}",
             decision.message
         );
-        ensure!(decision.evicted_at.is_none());
+        ensure!(decision.acted_at.is_none());
         s.untouched(&pod).await?;
         // The pressure file is an act too.
         let signal = s

@@ -30,7 +30,7 @@ fn b16_the_hog_is_restarted_and_the_neighbour_never_notices() -> Result<()> {
         );
         let decision = incident.status.and_then(|status| status.decision).context("a decision")?;
         ensure!(
-            decision.evicted_at.is_some() && decision.workload.as_deref() == Some("Deployment/hog"),
+            decision.acted_at.is_some() && decision.workload.as_deref() == Some("Deployment/hog"),
             "{decision:?}"
         );
         ensure!(!decision.budgets.is_empty(), "the decision says what each budget said");
@@ -190,7 +190,7 @@ fn d13_no_second_act_before_the_memory_of_the_first_is_back() -> Result<()> {
         let b = s.incident(&two, DecisionState::Succeeded, "MemoryReturned").await?;
         let times = |incident: &highwater_crds::GpuMemoryIncident| {
             let decision = incident.status.as_ref().and_then(|status| status.decision.clone());
-            decision.and_then(|d| d.evicted_at.map(|evicted| (evicted.0, d.since.0)))
+            decision.and_then(|d| d.acted_at.map(|evicted| (evicted.0, d.since.0)))
         };
         let (a, b) = (times(&a).context("first")?, times(&b).context("second")?);
         let (first, second) = if a.0 < b.0 { (a, b) } else { (b, a) };
