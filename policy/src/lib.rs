@@ -9,6 +9,7 @@ pub mod budget;
 pub mod drain;
 pub mod episode;
 pub mod host_memory;
+pub mod leak;
 pub mod ledger;
 pub mod node_labels;
 pub mod node_status;
