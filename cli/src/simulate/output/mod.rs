@@ -1,0 +1,19 @@
+//! Where decisions go.
+
+mod json;
+mod table;
+
+pub(crate) use self::{json::Json, table::Table};
+
+use std::io;
+
+use super::decision::Decision;
+
+/// Takes decisions as they are made.
+pub(crate) trait Output {
+    /// One more.
+    fn decision(&mut self, decision: &Decision<'_>) -> io::Result<()>;
+
+    /// There are no more.
+    fn finish(&mut self) -> io::Result<()>;
+}

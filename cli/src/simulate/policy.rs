@@ -1,0 +1,244 @@
+//! The policy that is replayed.
+
+use std::{fs, path::Path, sync::Arc};
+
+use highwater_crds::{Breaker, BreakerScope, GpuMemoryPolicy, Watermark, WhenNobodyIsOver};
+use highwater_policy::leak::Settings;
+use kube::CustomResourceExt;
+use serde_json::{Map, Value};
+
+use super::{fields, input::Fault};
+
+/// What of a policy can be replayed over memory alone.
+#[derive(Clone, Debug)]
+pub(crate) struct Policy {
+    /// Leak detection.
+    pub(crate) settings: Arc<Settings>,
+    /// The watermarks of a device; `None` where the policy has none.
+    pub(crate) breaker: Option<Breaker>,
+    /// What is to be said of it.
+    pub(crate) notes: Vec<String>,
+}
+
+impl Default for Policy {
+    /// The documented marks of 75, 88 and 95 percent.
+    fn default() -> Self {
+        let mark = |trip_percent, clear_percent, hold_milliseconds| {
+            Some(Watermark { trip_percent, clear_percent, hold_milliseconds, actions: Vec::new() })
+        };
+        Self {
+            settings: Arc::default(),
+            breaker: Some(Breaker {
+                scope: BreakerScope::Device,
+                preset: None,
+                rise: None,
+                minimum_stay_milliseconds: 2000,
+                warning: mark(75, 72, 500),
+                critical: mark(88, 84, 500),
+                emergency: mark(95, 90, 0),
+                when_nobody_is_over: WhenNobodyIsOver::None,
+            }),
+            notes: Vec::new(),
+        }
+    }
+}
+
+impl Policy {
+    /// Reads a file that holds one GpuMemoryPolicy, among whatever else.
+    pub(crate) fn open(path: &Path) -> Result<Self, Fault> {
+        let text =
+            fs::read_to_string(path).map_err(|error| Fault::of_file(format!("cannot be read: {error}")))?;
+        Self::parse(&text)
+    }
+
+    fn parse(text: &str) -> Result<Self, Fault> {
+        let documents: Vec<Value> = serde_saphyr::from_multiple(text)
+            .map_err(|error| Fault::of_file(format!("is not YAML: {error}")))?;
+        let mut policies =
+            documents.into_iter().filter(|d| d.get("kind").is_some_and(|k| k == "GpuMemoryPolicy"));
+        let value = policies
+            .next()
+            .ok_or_else(|| Fault::of_file("holds no GpuMemoryPolicy: name a file that does"))?;
+        if policies.next().is_some() {
+            return Err(Fault::of_file("holds several GpuMemoryPolicies: keep the one to be replayed"));
+        }
+        let mut unknown =
+            fields::unknown(&value, &serde_json::to_value(GpuMemoryPolicy::crd()).unwrap_or_default());
+        // These are the detector's own.
+        unknown.retain(|path| !path.starts_with("spec.leaks."));
+        if let Some(path) = unknown.first() {
+            return Err(Fault::of_file(format!(
+                "{path} is no field of a GpuMemoryPolicy: correct or remove it"
+            )));
+        }
+        let mut notes = Vec::new();
+        let settings = match value.pointer("/spec/leaks") {
+            None | Some(Value::Null) => {
+                notes.push("the policy says nothing of leaks: the defaults are replayed".to_owned());
+                Settings::default()
+            }
+            Some(leaks) => settings(leaks).map_err(|what| Fault::of_file(format!("spec.leaks: {what}")))?,
+        };
+        let policy: GpuMemoryPolicy = serde_json::from_value(value)
+            .map_err(|error| Fault::of_file(format!("is no GpuMemoryPolicy: {error}")))?;
+        let breaker = policy
+            .spec
+            .breakers
+            .into_iter()
+            .find(|breaker| breaker.scope == BreakerScope::Device)
+            .map(|breaker| highwater_policy::breaker::filled(&breaker));
+        match &breaker {
+            Some(breaker) => {
+                check(breaker).map_err(|what| Fault::of_file(format!("spec.breakers: {what}")))?;
+            }
+            None => {
+                notes.push("the policy has no breaker of the scope Device: no marks are replayed".to_owned());
+            }
+        }
+        Ok(Self { settings: Arc::new(settings), breaker, notes })
+    }
+}
+
+/// The defaults with what a policy says over them.
+fn settings(leaks: &Value) -> Result<Settings, String> {
+    let given = leaks.as_object().ok_or("has to be an object")?;
+    let defaults = serde_json::to_value(Settings::default()).unwrap_or_default();
+    let mut all: Map<String, Value> = defaults.as_object().cloned().unwrap_or_default();
+    for (name, value) in given {
+        // The API writes horizonMilliseconds for what the code calls horizon_milliseconds.
+        let Some((_, field)) = all.iter_mut().find(|(known, _)| camel(known) == *name) else {
+            let known: Vec<String> = all.keys().map(|known| camel(known)).collect();
+            return Err(format!("{name} is no field: there are {}", known.join(", ")));
+        };
+        field.clone_from(value);
+    }
+    let settings: Settings = serde_json::from_value(Value::Object(all)).map_err(|error| error.to_string())?;
+    settings.validate()?;
+    Ok(settings)
+}
+
+/// `horizonMilliseconds` of `horizon_milliseconds`.
+fn camel(name: &str) -> String {
+    let mut parts = name.split('_');
+    let mut camel = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let mut letters = part.chars();
+        camel.extend(letters.next().map(|first| first.to_ascii_uppercase()));
+        camel.push_str(letters.as_str());
+    }
+    camel
+}
+
+/// What the API server would refuse of a breaker, and what would make a replay mean nothing.
+fn check(breaker: &Breaker) -> Result<(), String> {
+    let marks =
+        [("warning", &breaker.warning), ("critical", &breaker.critical), ("emergency", &breaker.emergency)];
+    let marks: Vec<(&str, &Watermark)> =
+        marks.into_iter().filter_map(|(name, mark)| mark.as_ref().map(|mark| (name, mark))).collect();
+    if marks.is_empty() {
+        return Err("give at least one of warning, critical and emergency".to_owned());
+    }
+    for (name, mark) in &marks {
+        if !(1..=100).contains(&mark.trip_percent) {
+            return Err(format!("{name}.tripPercent is {}: write 1 to 100", mark.trip_percent));
+        }
+        if mark.clear_percent < 0 || mark.clear_percent >= mark.trip_percent {
+            return Err(format!(
+                "{name}.clearPercent is {}: it has to be at least 0 and below tripPercent, {}",
+                mark.clear_percent, mark.trip_percent
+            ));
+        }
+    }
+    for ((lower_name, lower), (name, mark)) in marks.iter().zip(marks.iter().skip(1)) {
+        if lower.trip_percent >= mark.trip_percent || lower.clear_percent > mark.clear_percent {
+            return Err(format!(
+                "levels are out of order: {lower_name} has to trip below {name}, and to clear no higher"
+            ));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn policy(spec: &str) -> Result<Policy, String> {
+        let text = format!(
+            "apiVersion: v1\nkind: ConfigMap\n---\napiVersion: highwater.dev/v1alpha1\nkind: GpuMemoryPolicy\n\
+             metadata: {{name: a}}\nspec:\n  nodes: {{}}\n  {spec}\n"
+        );
+        Policy::parse(&text).map_err(|fault| fault.to_string())
+    }
+
+    #[test]
+    fn what_a_policy_says_of_leaks_stands_over_the_defaults() {
+        let found = policy("leaks: {horizonMilliseconds: 1800000, actAbovePercent: 60}").unwrap();
+        let expected =
+            Settings { horizon_milliseconds: 1_800_000, act_above_percent: 60, ..Settings::default() };
+        assert_eq!(*found.settings, expected);
+        assert_eq!(found.breaker, None);
+        assert_eq!(found.notes, ["the policy has no breaker of the scope Device: no marks are replayed"]);
+    }
+
+    #[test]
+    fn a_policy_without_leaks_is_replayed_with_the_defaults_and_says_so() {
+        let found =
+            policy("breakers: [{scope: Device, warning: {tripPercent: 60, clearPercent: 50}}]").unwrap();
+        assert_eq!(*found.settings, Settings::default());
+        assert_eq!(found.breaker.unwrap().warning.unwrap().hold_milliseconds, 500);
+        assert_eq!(found.notes, ["the policy says nothing of leaks: the defaults are replayed"]);
+    }
+
+    #[test]
+    fn what_cannot_be_replayed_is_named() {
+        for (spec, expected) in [
+            ("leaks: {horizonMinutes: 3}", "spec.leaks: horizonMinutes is no field: there are "),
+            ("leaks: {horizonMilliseconds: soon}", "spec.leaks: invalid type"),
+            ("leaks: {actAbovePercent: 101}", "spec.leaks: actAbovePercent is 101"),
+            ("leaks: 5", "spec.leaks: has to be an object"),
+            ("breaker: []", "spec.breaker is no field"),
+            ("breakers: [{scope: Device, warning: {trip: 60}}]", "spec.breakers[0].warning.trip is no field"),
+            ("breakers: [{scope: Device}]", "spec.breakers: give at least one"),
+            (
+                "breakers: [{scope: Device, warning: {tripPercent: 160, clearPercent: 5}}]",
+                "spec.breakers: warning.trip",
+            ),
+            (
+                "breakers: [{scope: Device, warning: {tripPercent: 60, clearPercent: 60}}]",
+                "spec.breakers: warning.clear",
+            ),
+            (
+                "breakers: [{scope: Device, warning: {tripPercent: 60, clearPercent: 5}, emergency: {tripPercent: 50, clearPercent: 6}}]",
+                "spec.breakers: levels are out of order: warning has to trip below emergency",
+            ),
+            ("mode: Kill", "is no GpuMemoryPolicy"),
+        ] {
+            let error = policy(spec).unwrap_err();
+            assert!(error.starts_with(expected), "{spec}: {error}");
+        }
+    }
+
+    #[test]
+    fn there_has_to_be_one_policy() {
+        let one = "kind: GpuMemoryPolicy\nmetadata: {name: a}\nspec: {nodes: {}}\n";
+        assert!(
+            Policy::parse("kind: Pod\n").unwrap_err().to_string().starts_with("holds no GpuMemoryPolicy")
+        );
+        let error = Policy::parse(&format!("{one}---\n{one}")).unwrap_err().to_string();
+        assert!(error.starts_with("holds several"), "{error}");
+        assert!(Policy::parse("a: [").unwrap_err().to_string().starts_with("is not YAML"));
+        assert!(Policy::parse("").is_err());
+    }
+
+    #[test]
+    fn the_marks_that_hold_without_a_policy_are_good() {
+        assert_eq!(check(&Policy::default().breaker.unwrap()), Ok(()));
+    }
+
+    #[test]
+    fn names_are_written_as_in_the_api() {
+        assert_eq!(camel("act_above_percent_without_profile"), "actAbovePercentWithoutProfile");
+        assert_eq!(camel("already"), "already");
+    }
+}
