@@ -239,10 +239,21 @@ impl Scenario {
         self.running(name).await
     }
 
+    /// Applies a model server of this name, and waits until its pod runs.
+    pub async fn start_server(&self, name: &str, server: &ModelServer) -> Result<Pod> {
+        self.apply(&server.deployment()).await?;
+        self.running(name).await
+    }
+
+    /// Takes a model server away; its pods end by themselves.
+    pub async fn remove(&self, name: &str) -> Result<()> {
+        self.api::<Deployment>().delete(name, &DeleteParams::background()).await?;
+        Ok(())
+    }
+
     /// The same for a model server that opted in to the guard.
     pub async fn start_guarded(&self, name: &str, script: &str) -> Result<Pod> {
-        self.apply(&ModelServer::new(name, script).guarded().deployment()).await?;
-        self.running(name).await
+        self.start_server(name, &ModelServer::new(name, script).guarded()).await
     }
 
     /// Waits until the policy is programmed and the node's agent follows that plan.

@@ -11,8 +11,8 @@ use highwater_e2e::{eventually, never};
 use highwater_scenarios::{
     GI, ModelServer, NODE, PRESSURE_FILE, Scenario, TIMEOUT, acted, broken_by, critical, restarts, scenario,
 };
-use k8s_openapi::api::{apps::v1::Deployment, core::v1::Pod};
-use kube::{Api, ResourceExt as _, api::DeleteParams};
+use k8s_openapi::api::core::v1::Pod;
+use kube::{Api, ResourceExt as _};
 use serde_json::{Value, json};
 
 const GRANTED: &str = "highwater_pool_granted_bytes";
@@ -32,17 +32,6 @@ async fn broken(s: &Scenario, breaker: &Value) -> Result<()> {
     s.program(&s.namespace, broken_by(&s.namespace, "60Gi", breaker)).await
 }
 
-/// Applies a model server and waits until its pod runs.
-async fn begin(s: &Scenario, name: &str, server: &ModelServer) -> Result<Pod> {
-    s.apply(&server.deployment()).await?;
-    s.running(name).await
-}
-
-async fn end(s: &Scenario, name: &str) -> Result<()> {
-    s.api::<Deployment>().delete(name, &DeleteParams::background()).await?;
-    Ok(())
-}
-
 /// The pod goes on as before, and nothing that ends pods was thought of.
 async fn nothing_stronger(s: &Scenario, pod: &Pod) -> Result<()> {
     s.no_incident_with(&s.namespace, &STRONG).await?;
@@ -57,8 +46,9 @@ fn a_signal_is_enough_for_a_pod_that_heeds_it() -> Result<()> {
         broken(s, &critical(40, 30, &actions)).await?;
         let script =
             format!("context; alloc 4Gi; engine 8000; heed level {PRESSURE_FILE}; cache 36Gi; serve");
-        let pod =
-            begin(s, "heeds", &ModelServer::new("heeds", &script).hook("SglangFlushCache", 8000)).await?;
+        let pod = s
+            .start_server("heeds", &ModelServer::new("heeds", &script).hook("SglangFlushCache", 8000))
+            .await?;
         s.says(&pod, "heeded Level bytes=38654705664").await?;
         let device = s.device_of(&pod).await?;
         s.level(&device, 0).await?;
@@ -87,13 +77,13 @@ fn l05_a_hook_is_enough_for_an_engine_that_frees_its_cache_by_each_preset() -> R
                 ModelServer::new(name, "engine 8000; hold 2s; context; alloc 4Gi; cache 36Gi; serve")
                     .hook(preset, 8000)
                     .annotation(highwater_crds::names::POD_HOOK_MODEL, "llama");
-            let pod = begin(s, name, &server).await?;
+            let pod = s.start_server(name, &server).await?;
             let device = s.device_of(&pod).await?;
             s.says(&pod, &format!("hook method=POST path={path} status=200 bytes=38654705664")).await?;
             s.level(&device, 0).await?;
             s.pod_metric(&pod, USED, |used| used.is_some_and(|used| used < 5 * GI)).await?;
             nothing_stronger(s, &pod).await.with_context(|| format!("with {preset}"))?;
-            end(s, name).await?;
+            s.remove(name).await?;
         }
         Ok(())
     })
@@ -106,7 +96,7 @@ fn an_engine_sent_to_sleep_is_woken_when_there_is_room_and_not_before() -> Resul
         broken(s, &critical(45, 40, &actions)).await?;
         let sleeps = ModelServer::new("sleeps", "engine 8000; context; alloc 4Gi; cache 12Gi; serve")
             .hook("VllmSleep", 8000);
-        let sleeps = begin(s, "sleeps", &sleeps).await?;
+        let sleeps = s.start_server("sleeps", &sleeps).await?;
         s.says(&sleeps, " serve used=").await?;
         let device = s.device_of(&sleeps).await?;
         // Together 47 %, the other alone 26 %.
@@ -120,7 +110,7 @@ fn an_engine_sent_to_sleep_is_woken_when_there_is_room_and_not_before() -> Resul
         })
         .await?;
         nothing_stronger(s, &other).await?;
-        end(s, "other").await?;
+        s.remove("other").await?;
         let woken = s.says(&sleeps, "hook method=POST path=/wake_up status=200").await?;
         ensure!(woken.at > slept.at, "{woken:?} before {slept:?}");
         s.pod_metric(&sleeps, USED, |used| used > Some(16 * GI)).await?;
@@ -137,7 +127,7 @@ fn bad_hook_endpoints_are_given_up_and_said_and_measuring_goes_on() -> Result<()
             json!([{"scope": "Policy", "maxActions": 1, "windowMinutes": 60}]);
         s.program(&s.namespace, spec).await?;
         let innocent = ModelServer::new("innocent", "engine 8000; context; cache 1Gi; serve");
-        let innocent = begin(s, "innocent", &innocent).await?;
+        let innocent = s.start_server("innocent", &innocent).await?;
         let address =
             innocent.status.as_ref().and_then(|status| status.pod_ip.clone()).context("no address")?;
         let manners = ["hangs", "streams", "fails", &format!("redirects http://{address}:8000/flush_cache")];
@@ -190,7 +180,7 @@ fn unready_takes_a_pod_out_of_service_until_memory_fell_and_does_not_end_it() ->
     scenario("unready-alone", async |s| {
         broken(s, &critical(40, 30, &json!([{"type": "Unready"}, restart()]))).await?;
         let script = "context; hold 5s; alloc 36Gi; hold 12s; free; alloc 4Gi; serve";
-        let pod = begin(s, "busy", &ModelServer::new("busy", script).unready()).await?;
+        let pod = s.start_server("busy", &ModelServer::new("busy", script).unready()).await?;
         let incident = s.act_done(&pod, ActionType::Unready).await?;
         s.explained(&incident)?;
         s.ready(&pod, false).await?;
@@ -274,7 +264,7 @@ fn freeze_is_enough_where_stopping_growth_is_enough() -> Result<()> {
         // What is there goes on working.
         s.says(&pod, " serve used=").await?;
         s.served_without_failure(&pod).await?;
-        end(s, "grows").await?;
+        s.remove("grows").await?;
         s.tainted(NODE, false).await
     })
 }
@@ -357,7 +347,7 @@ fn a_parked_pod_makes_room_and_comes_back_when_its_neighbour_leaves() -> Result<
 async fn may_be_parked(s: &Scenario) -> Result<Pod> {
     broken(s, &critical(40, 38, &json!([{"type": "Park"}, restart()]))).await?;
     let cold = ModelServer::new("cold", "context; alloc 6Gi; serve").parkable();
-    let cold = begin(s, "cold", &cold).await?;
+    let cold = s.start_server("cold", &cold).await?;
     s.says(&cold, " serve used=").await?;
     Ok(cold)
 }
@@ -439,7 +429,7 @@ fn a_pod_that_nothing_lets_park_is_not_parked() -> Result<()> {
         broken(s, &critical(40, 30, &json!([{"type": "Park"}]))).await?;
         // A checkpoint does not take managed memory along; and its neighbour did not opt in.
         let script = "context; hold 2s; managed 1Gi; touch; alloc 33Gi; serve";
-        let managed = begin(s, "managed", &ModelServer::new("managed", script).parkable()).await?;
+        let managed = s.start_server("managed", &ModelServer::new("managed", script).parkable()).await?;
         let plain = s.start("plain", "context; alloc 2Gi; serve").await?;
         let device = s.device_of(&managed).await?;
         s.level(&device, 2).await?;
@@ -517,7 +507,8 @@ fn the_ladder_is_climbed_one_act_after_the_other_until_one_is_enough() -> Result
         let script = format!(
             "watch-pressure {PRESSURE_FILE}; engine 8000; hold 2s; context; alloc 36Gi; cache 1Gi; serve"
         );
-        let pod = begin(s, "deaf", &ModelServer::new("deaf", &script).hook("SglangFlushCache", 8000)).await?;
+        let pod =
+            s.start_server("deaf", &ModelServer::new("deaf", &script).hook("SglangFlushCache", 8000)).await?;
         let signal = s.says_where(&pod, "pressure at Critical", |line| {
             line.text.contains("pressure {") && line.text.contains("Critical")
         });
@@ -559,7 +550,8 @@ fn recovery_takes_the_acts_back_in_reverse() -> Result<()> {
         )
         .await?;
         let script = format!("watch-pressure {PRESSURE_FILE}; engine 8000; context; alloc 8Gi; serve");
-        let sleeps = begin(s, "sleeps", &ModelServer::new("sleeps", &script).hook("VllmSleep", 8000)).await?;
+        let sleeps =
+            s.start_server("sleeps", &ModelServer::new("sleeps", &script).hook("VllmSleep", 8000)).await?;
         s.says(&sleeps, " serve used=").await?;
         // 37, 54 (46 once the other sleeps), 66, 46, 28, 1 %.
         let tide = "context; alloc 20Gi; hold 3s; alloc 14Gi; alloc 1Gi; hold 8s; alloc 16Gi; hold 5s; \
@@ -618,12 +610,12 @@ fn a_breaker_on_pods_concerns_the_pod_that_tripped_it_and_no_larger_neighbour() 
         s.program(&s.namespace, spec).await?;
         let large = ModelServer::new("large", "engine 8000; context; cache 30Gi; serve")
             .hook("SglangFlushCache", 8000);
-        let large = begin(s, "large", &large).await?;
+        let large = s.start_server("large", &large).await?;
         s.says(&large, " serve used=").await?;
         // 7.5 of 8 GiB.
         let small = ModelServer::new("small", "engine 8000; hold 1s; context; alloc 1Gi; cache 6Gi; serve")
             .hook("SglangFlushCache", 8000);
-        let small = begin(s, "small", &small).await?;
+        let small = s.start_server("small", &small).await?;
         s.says(&small, "hook method=POST path=/flush_cache status=200 bytes=6442450944").await?;
         ensure!(!called(s, &large).await?, "its neighbour was asked to free memory");
         for pod in [&small, &large] {
@@ -647,7 +639,7 @@ fn memory_that_rises_fast_enters_the_level_early_and_slow_growth_does_not() -> R
         s.says(&slow, " serve used=").await?;
         let early = s.log(&slow).await?.into_iter().find(|line| line.text.contains("\"level\":\"Critical\""));
         ensure!(early.is_none(), "slow growth: {early:?}");
-        end(s, "slow").await?;
+        s.remove("slow").await?;
         // At 8 GiB a second and 45 % it is 5 s away.
         let fast = s.start("fast", &script("8Gi", "48Gi")).await?;
         let device = s.device_of(&fast).await?;

@@ -11,8 +11,8 @@ use highwater_scenarios::{
     scenario, two_nodes,
 };
 use jiff::Timestamp;
-use k8s_openapi::api::{apps::v1::Deployment, core::v1::Pod};
-use kube::{ResourceExt as _, api::DeleteParams};
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt as _;
 use serde_json::{Value, json};
 
 const PARKED: &str = "highwater_pod_parked_bytes";
@@ -20,16 +20,6 @@ const USED: &str = "highwater_pod_memory_used_bytes";
 
 async fn broken(s: &Scenario, actions: Value) -> Result<()> {
     s.program(&s.namespace, broken_by(&s.namespace, "60Gi", &critical(40, 38, &actions))).await
-}
-
-async fn begin(s: &Scenario, name: &str, server: &ModelServer) -> Result<Pod> {
-    s.apply(&server.deployment()).await?;
-    s.running(name).await
-}
-
-async fn end(s: &Scenario, name: &str) -> Result<()> {
-    s.api::<Deployment>().delete(name, &DeleteParams::background()).await?;
-    Ok(())
 }
 
 /// Kills a program of the node and waits until its successor works.
@@ -44,8 +34,9 @@ fn a_hook_whose_agent_dies_is_called_again_at_most_and_nobody_is_restarted() -> 
     scenario("killed-hook", async |s| {
         broken(s, json!([{"type": "Hook"}])).await?;
         let script = "engine 8000; context; hold 2s; cache 36Gi; serve";
-        let pod =
-            begin(s, "engine", &ModelServer::new("engine", script).hook("SglangFlushCache", 8000)).await?;
+        let pod = s
+            .start_server("engine", &ModelServer::new("engine", script).hook("SglangFlushCache", 8000))
+            .await?;
         s.got(&pod, "alloc", 36 * GI).await?;
         kill(s, "agent").await?;
         s.says(&pod, "hook method=POST path=/flush_cache status=200").await?;
@@ -62,7 +53,7 @@ fn an_agent_killed_while_a_pod_is_unready_leaves_it_unready_no_longer_than_it_mu
     scenario("killed-unready", async |s| {
         broken(s, json!([{"type": "Unready"}])).await?;
         let script = "context; hold 5s; alloc 36Gi; hold 14s; free; alloc 1Gi; serve";
-        let pod = begin(s, "busy", &ModelServer::new("busy", script).unready()).await?;
+        let pod = s.start_server("busy", &ModelServer::new("busy", script).unready()).await?;
         s.act_done(&pod, ActionType::Unready).await?;
         s.ready(&pod, false).await?;
         kill(s, "agent").await?;
@@ -80,7 +71,7 @@ fn a_pod_whose_agent_never_comes_back_is_ready_again_by_itself() -> Result<()> {
     scenario("agentless", async |s| {
         broken(s, json!([{"type": "Unready"}])).await?;
         let script = "context; hold 5s; alloc 36Gi; serve";
-        let pod = begin(s, "busy", &ModelServer::new("busy", script).unready()).await?;
+        let pod = s.start_server("busy", &ModelServer::new("busy", script).unready()).await?;
         s.act_done(&pod, ActionType::Unready).await?;
         s.ready(&pod, false).await?;
         s.halt("agent", true).await?;
@@ -117,7 +108,7 @@ fn whoever_dies_while_a_node_is_frozen_the_taint_stays_as_long_as_it_should() ->
         dying?;
         taint?;
         s.untouched(&pod).await?;
-        end(s, "full").await?;
+        s.remove("full").await?;
         s.tainted(NODE, false).await
     })
 }
@@ -140,7 +131,7 @@ fn a_reclaim_whose_agent_dies_still_frees_what_is_idle() -> Result<()> {
 async fn parked(s: &Scenario) -> Result<[Pod; 2]> {
     broken(s, json!([{"type": "Park"}])).await?;
     let cold = ModelServer::new("cold", "context; alloc 6Gi; serve").parkable();
-    let cold = begin(s, "cold", &cold).await?;
+    let cold = s.start_server("cold", &cold).await?;
     s.says(&cold, " serve used=").await?;
     let hot = s.start("hot", "context; hold 1s; grow 16Gi/s to 27Gi; serve").await?;
     s.act_is(&cold, ActionType::Park, &[ActState::Begun, ActState::Done]).await?;
@@ -162,7 +153,7 @@ async fn parked_or_running(s: &Scenario, cold: &Pod) -> Result<()> {
 
 /// The neighbour leaves, and the parked pod is back as if nothing had been.
 async fn is_restored(s: &Scenario, cold: &Pod) -> Result<()> {
-    end(s, "hot").await?;
+    s.remove("hot").await?;
     s.pod_metric(cold, USED, |used| used > Some(6 * GI)).await?;
     s.pod_metric(cold, PARKED, |bytes| bytes.unwrap_or(0) == 0).await?;
     s.nobody_is_stopped().await?;
@@ -231,7 +222,7 @@ fn an_agent_killed_on_the_way_to_a_restart_in_place_does_it_once() -> Result<()>
             json!([{"scope": "Workload", "maxActions": 1, "windowMinutes": 60}]);
         s.program(&s.namespace, spec).await?;
         let script = "hold 6s; context; ignore-sigterm; alloc 36Gi; serve";
-        let pod = begin(s, "agrees", &ModelServer::new("agrees", script).restarts_in_place()).await?;
+        let pod = s.start_server("agrees", &ModelServer::new("agrees", script).restarts_in_place()).await?;
         eventually("the decision", TIMEOUT, async || {
             let incidents = s.incidents_of(&s.namespace).await?;
             let incident = incidents.first().context("no incident")?;

@@ -8,8 +8,8 @@ use highwater_e2e::{eventually, never};
 use highwater_scenarios::{
     Call, GI, MI, ModelServer, NODE, Scenario, TIMEOUT, enforce, infos, policy, scenario,
 };
-use k8s_openapi::api::{apps::v1::Deployment, core::v1::Node};
-use kube::{Api, ResourceExt as _, api::DeleteParams};
+use k8s_openapi::api::core::v1::Node;
+use kube::{Api, ResourceExt as _};
 use serde_json::{Value, json};
 
 const BALLAST: &str = "highwater_pool_ballast_bytes";
@@ -68,7 +68,7 @@ fn a13_the_pool_holds_its_size_and_what_it_grants_is_there_and_never_more_than_i
         s.policy_condition("static", "PoolShort", "True", "Short").await?;
 
         // What a pod returns goes to whom it is owed.
-        s.api::<Deployment>().delete("two", &DeleteParams::background()).await?;
+        s.remove("two").await?;
         s.pod_metric(&three, GRANTED, |granted| granted == Some(30 * GI)).await?;
         s.metric("highwater_pool_short_bytes", &of_device, |short| short == Some(0)).await?;
         for pod in [&one, &three] {
@@ -253,7 +253,7 @@ fn l10_l11_l12_grants_grow_in_steps_beyond_guarantees_go_back_and_are_waited_for
         let got = s.log(&waits).await?.iter().any(|line| line.text.contains(" op=alloc "));
         ensure!(!got, "it was answered although the pool has not that much");
         s.untouched(&burst).await?;
-        s.api::<Deployment>().delete("burst", &DeleteParams::background()).await?;
+        s.remove("burst").await?;
         let waited = s.got(&waits, "alloc", 20 * GI).await?.after(asked.at);
         ensure!(waited >= Duration::from_secs(2), "it waited only {waited:?}");
         let shown = s.says(&waits, " info {").await?;
