@@ -1686,6 +1686,7 @@ mod tests {
                 state: ObservationState::Recovered,
                 bytes: None,
                 at: MicroTime(clock().1),
+                leak: None,
                 act: None,
             }),
             decision: None,
@@ -1739,6 +1740,7 @@ mod tests {
                 state: ObservationState::Gone,
                 bytes: None,
                 at: MicroTime(clock().1),
+                leak: None,
                 act: None,
             };
             there.status = Some(GpuMemoryIncidentStatus { observation: Some(observation), decision: None });
@@ -2235,6 +2237,7 @@ mod tests {
             state: ObservationState::Recovered,
             bytes: Some(0),
             at: MicroTime(clock().1),
+            leak: None,
             act: None,
         };
         incident.status = Some(GpuMemoryIncidentStatus { observation: Some(observation), decision: None });

@@ -539,8 +539,13 @@ impl Episodes {
             if observing.attempt.ready(moment.now) {
                 observing.attempt.start();
                 observing.answering = observing.answered_by(moment.now);
-                let observation =
-                    Observation { state, bytes: bytes.map(signed), at: MicroTime(moment.wall), act };
+                let observation = Observation {
+                    state,
+                    bytes: bytes.map(signed),
+                    at: MicroTime(moment.wall),
+                    leak: None,
+                    act,
+                };
                 submit(Job::Observe(name.clone(), observation));
             }
         }
@@ -706,7 +711,10 @@ pub(crate) fn see(
             // A parked pod that was to be restarted, and is not parked any more.
             false
         }
-        IncidentKind::Breaker | IncidentKind::HostMemory | IncidentKind::ZombieMemory => {
+        IncidentKind::Breaker
+        | IncidentKind::HostMemory
+        | IncidentKind::ZombieMemory
+        | IncidentKind::Leak => {
             let scope = spec.evidence.scope.unwrap_or(BreakerScope::Device);
             let layer = at.and_then(|at| rules.layers.get(at));
             let place =
@@ -815,7 +823,10 @@ impl<'a> Draft<'a> {
             IncidentKind::QuotaBreach => {
                 used.zip(quota).map(|(used, quota)| used.saturating_sub(quota.limit))
             }
-            IncidentKind::Breaker | IncidentKind::HostMemory | IncidentKind::ZombieMemory => used,
+            IncidentKind::Breaker
+            | IncidentKind::HostMemory
+            | IncidentKind::ZombieMemory
+            | IncidentKind::Leak => used,
         });
         // A breach and zombie memory tell the level of the device beside.
         let shown = layer.and_then(|layer| layer.breaker(BreakerScope::Device)).map(|watched| &watched.state);
@@ -851,6 +862,7 @@ impl<'a> Draft<'a> {
                 strength_reason: self.tenant.and_then(|tenant| tenant.strength.1),
                 overshoot_bytes: self.tenant.and_then(|tenant| tenant.overshoot).map(signed),
                 charged_bytes: self.tenant.and_then(|tenant| tenant.charged).map(signed),
+                leak: None,
                 explanation: self.explanation.chars().take(1024).collect(),
             },
             proposed: Proposal {

@@ -197,6 +197,7 @@ mod tests {
                     strength_reason: None,
                     overshoot_bytes: None,
                     charged_bytes: None,
+                    leak: None,
                     explanation: String::new(),
                 },
                 proposed: Proposal {
@@ -211,7 +212,7 @@ mod tests {
     }
 
     fn observed(state: ObservationState, second: i64) -> Observation {
-        Observation { state, bytes: None, at: MicroTime(at(second)), act: None }
+        Observation { state, bytes: None, at: MicroTime(at(second)), leak: None, act: None }
     }
 
     fn with(

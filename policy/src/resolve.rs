@@ -18,14 +18,15 @@ use std::{
 use highwater_crds::{
     Action, ActionType, BreakerScope, ByteSize, DeviceModel, DeviceRule, DeviceSelector, DeviceStatus,
     GpuMemoryNodeSpec, GpuMemoryPolicySpec, IncidentKind, Mode, Partition, PlanBreaker, PlanDriverReserve,
-    PlanHostMemory, PlanLayer, PlanPool, PlanQuota, Pool, Quota, Strength, Victims, Watermark, names,
+    PlanHostMemory, PlanLayer, PlanLeaks, PlanPool, PlanQuota, Pool, Quota, Strength, Victims, Watermark,
+    names,
 };
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use kube::core::{Selector, SelectorExt};
 
 use crate::{
-    breaker,
+    breaker, leak,
     pod::{Labels, NamespaceFacts},
     quota,
 };
@@ -236,8 +237,10 @@ impl Ranked {
         let disorder = policy.spec.breakers.iter().find_map(|breaker| {
             breaker::disorder(breaker).map(|what| format!("breakers[{:?}]: {what}", breaker.scope))
         });
+        let leaks = policy.spec.leaks.as_ref().and_then(|leaks| leak::Settings::of(leaks).err());
+        let leaks = leaks.map(|what| format!("leaks.{what}"));
         let fault = nodes.as_ref().err().or(namespaces.as_ref().err()).cloned();
-        let fault = fault.or(rules).or(no_budget).or(disorder);
+        let fault = fault.or(rules).or(no_budget).or(disorder).or(leaks);
         Self { nodes: nodes.unwrap_or_default(), namespaces: namespaces.unwrap_or_default(), fault, policy }
     }
 
@@ -610,6 +613,7 @@ fn layer(
             .collect();
 
         let host_memory = settle_host_memory(&members, &victims.1, losses);
+        let leaks = settle_leaks(&members, &victims.1, losses);
         settle_breach(&members, losses);
         let mut quota_policies = Vec::new();
         for (rank, policy) in &members {
@@ -637,9 +641,10 @@ fn layer(
             pool,
             breakers,
             host_memory,
+            leaks,
         };
         let reserves = rule.driver_reserve.is_some() || rule.pool.is_some();
-        let watches = !rule.breakers.is_empty() || rule.host_memory.is_some();
+        let watches = !rule.breakers.is_empty() || rule.host_memory.is_some() || rule.leaks.is_some();
         if !rule.quota_policies.is_empty() || reserves || watches {
             rules.push(rule);
         }
@@ -689,6 +694,24 @@ fn settle_host_memory(
         .filter_map(|(rank, p)| Some((*rank, (p.spec.host_memory.as_ref()?, p.spec.namespaces.as_ref()))));
     let (rank, (value, namespaces)) = losses.settle("hostMemory", claims)?;
     Some(PlanHostMemory {
+        policy: name_of(members, rank)?,
+        namespaces: namespaces.cloned(),
+        owner_kinds: owner_kinds.to_vec(),
+        value: value.clone(),
+    })
+}
+
+/// Leak detection, whole from one policy: its times belong together.
+fn settle_leaks(
+    members: &[(usize, &Policy)],
+    owner_kinds: &[String],
+    losses: &mut Losses,
+) -> Option<PlanLeaks> {
+    let claims = members
+        .iter()
+        .filter_map(|(rank, p)| Some((*rank, (p.spec.leaks.as_ref()?, p.spec.namespaces.as_ref()))));
+    let (rank, (value, namespaces)) = losses.settle("leaks", claims)?;
+    Some(PlanLeaks {
         policy: name_of(members, rank)?,
         namespaces: namespaces.cloned(),
         owner_kinds: owner_kinds.to_vec(),
@@ -818,6 +841,11 @@ pub fn terms(
             let rule = rules.filter_map(|r| r.host_memory.as_ref()).find(asks)?;
             Some(Terms { namespaces: rule.namespaces.clone(), owner_kinds: rule.owner_kinds.clone() })
         }
+        IncidentKind::Leak => {
+            let asks = |l: &&PlanLeaks| l.policy == policy && l.value.actions.iter().any(|a| a.type_ == act);
+            let rule = rules.filter_map(|r| r.leaks.as_ref()).find(asks)?;
+            Some(Terms { namespaces: rule.namespaces.clone(), owner_kinds: rule.owner_kinds.clone() })
+        }
     }
 }
 
@@ -848,6 +876,12 @@ pub fn action<'a>(
         }
         IncidentKind::HostMemory => rules
             .find_map(|r| r.host_memory.as_ref().filter(|h| h.policy == policy))?
+            .value
+            .actions
+            .iter()
+            .find(is_act),
+        IncidentKind::Leak => rules
+            .find_map(|r| r.leaks.as_ref().filter(|l| l.policy == policy))?
             .value
             .actions
             .iter()

@@ -5,7 +5,7 @@ use std::{fs, path::Path, sync::Arc};
 use highwater_crds::{Breaker, BreakerScope, GpuMemoryPolicy, Watermark, WhenNobodyIsOver};
 use highwater_policy::leak::Settings;
 use kube::CustomResourceExt;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::{fields, input::Fault};
 
@@ -62,25 +62,25 @@ impl Policy {
         if policies.next().is_some() {
             return Err(Fault::of_file("holds several GpuMemoryPolicies: keep the one to be replayed"));
         }
-        let mut unknown =
+        let unknown =
             fields::unknown(&value, &serde_json::to_value(GpuMemoryPolicy::crd()).unwrap_or_default());
-        // These are the detector's own.
-        unknown.retain(|path| !path.starts_with("spec.leaks."));
         if let Some(path) = unknown.first() {
             return Err(Fault::of_file(format!(
                 "{path} is no field of a GpuMemoryPolicy: correct or remove it"
             )));
         }
+        let policy: GpuMemoryPolicy = serde_json::from_value(value)
+            .map_err(|error| Fault::of_file(format!("is no GpuMemoryPolicy: {error}")))?;
         let mut notes = Vec::new();
-        let settings = match value.pointer("/spec/leaks") {
-            None | Some(Value::Null) => {
+        let settings = match &policy.spec.leaks {
+            None => {
                 notes.push("the policy says nothing of leaks: the defaults are replayed".to_owned());
                 Settings::default()
             }
-            Some(leaks) => settings(leaks).map_err(|what| Fault::of_file(format!("spec.leaks: {what}")))?,
+            Some(leaks) => {
+                Settings::of(leaks).map_err(|what| Fault::of_file(format!("spec.leaks.{what}")))?
+            }
         };
-        let policy: GpuMemoryPolicy = serde_json::from_value(value)
-            .map_err(|error| Fault::of_file(format!("is no GpuMemoryPolicy: {error}")))?;
         let breaker = policy
             .spec
             .breakers
@@ -97,36 +97,6 @@ impl Policy {
         }
         Ok(Self { settings: Arc::new(settings), breaker, notes })
     }
-}
-
-/// The defaults with what a policy says over them.
-fn settings(leaks: &Value) -> Result<Settings, String> {
-    let given = leaks.as_object().ok_or("has to be an object")?;
-    let defaults = serde_json::to_value(Settings::default()).unwrap_or_default();
-    let mut all: Map<String, Value> = defaults.as_object().cloned().unwrap_or_default();
-    for (name, value) in given {
-        // The API writes horizonMilliseconds for what the code calls horizon_milliseconds.
-        let Some((_, field)) = all.iter_mut().find(|(known, _)| camel(known) == *name) else {
-            let known: Vec<String> = all.keys().map(|known| camel(known)).collect();
-            return Err(format!("{name} is no field: there are {}", known.join(", ")));
-        };
-        field.clone_from(value);
-    }
-    let settings: Settings = serde_json::from_value(Value::Object(all)).map_err(|error| error.to_string())?;
-    settings.validate()?;
-    Ok(settings)
-}
-
-/// `horizonMilliseconds` of `horizon_milliseconds`.
-fn camel(name: &str) -> String {
-    let mut parts = name.split('_');
-    let mut camel = parts.next().unwrap_or_default().to_owned();
-    for part in parts {
-        let mut letters = part.chars();
-        camel.extend(letters.next().map(|first| first.to_ascii_uppercase()));
-        camel.push_str(letters.as_str());
-    }
-    camel
 }
 
 /// What the API server would refuse of a breaker, and what would make a replay mean nothing.
@@ -193,10 +163,10 @@ mod tests {
     #[test]
     fn what_cannot_be_replayed_is_named() {
         for (spec, expected) in [
-            ("leaks: {horizonMinutes: 3}", "spec.leaks: horizonMinutes is no field: there are "),
-            ("leaks: {horizonMilliseconds: soon}", "spec.leaks: invalid type"),
-            ("leaks: {actAbovePercent: 101}", "spec.leaks: actAbovePercent is 101"),
-            ("leaks: 5", "spec.leaks: has to be an object"),
+            ("leaks: {horizonMinutes: 3}", "spec.leaks.horizonMinutes is no field"),
+            ("leaks: {horizonMilliseconds: soon}", "is no GpuMemoryPolicy: invalid type"),
+            ("leaks: {actAbovePercent: 101}", "spec.leaks.actAbovePercent is 101"),
+            ("leaks: 5", "is no GpuMemoryPolicy: invalid type"),
             ("breaker: []", "spec.breaker is no field"),
             ("breakers: [{scope: Device, warning: {trip: 60}}]", "spec.breakers[0].warning.trip is no field"),
             ("breakers: [{scope: Device}]", "spec.breakers: give at least one"),
@@ -234,11 +204,5 @@ mod tests {
     #[test]
     fn the_marks_that_hold_without_a_policy_are_good() {
         assert_eq!(check(&Policy::default().breaker.unwrap()), Ok(()));
-    }
-
-    #[test]
-    fn names_are_written_as_in_the_api() {
-        assert_eq!(camel("act_above_percent_without_profile"), "actAbovePercentWithoutProfile");
-        assert_eq!(camel("already"), "already");
     }
 }

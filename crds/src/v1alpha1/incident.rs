@@ -5,7 +5,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::{ActionType, BreakerScope, Level, Mode, Strength, StrengthReason};
+use crate::{ActionType, BreakerScope, LeakFinding, Level, Mode, Strength, StrengthReason};
 
 /// One episode: evidence (`spec`, by the agent), what is seen now (`status.observation`, by the
 /// agent) and what was decided (`status.decision`, by the operator).
@@ -77,6 +77,9 @@ pub enum IncidentKind {
     HostMemory,
     /// Memory of a device is listed for processes that are gone.
     ZombieMemory,
+    /// A pod's memory grows and will not come back. Opened at suspicion; an act is due only once the
+    /// observation says so.
+    Leak,
 }
 
 /// The pod that an incident is about.
@@ -175,6 +178,10 @@ pub struct Evidence {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub charged_bytes: Option<i64>,
 
+    /// What was known of the leak when it was first suspected.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub leak: Option<LeakFinding>,
+
     /// Why this pod and no other.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 1024))]
@@ -234,6 +241,10 @@ pub struct Observation {
 
     /// When this was measured.
     pub at: MicroTime,
+
+    /// What is known of the leak now. An act is due where its stage says so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub leak: Option<LeakFinding>,
 
     /// What became of an act that the agent carries out once it is approved (`Unready`, `Park`, a
     /// restart in place). Absent: nothing was begun.

@@ -5,7 +5,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::{Breaker, ByteSize, DriverReserve, HostMemory, Mode, Partition, Pool, Quota, Strength};
+use crate::{Breaker, ByteSize, DriverReserve, HostMemory, Leaks, Mode, Partition, Pool, Quota, Strength};
 
 /// The plan for one node (`spec`, by the operator) and its state (`status`, by the agent).
 ///
@@ -118,6 +118,11 @@ pub struct DeviceRule {
     /// kinds of device has the rule of the first that has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_memory: Option<PlanHostMemory>,
+
+    /// Leak detection for the pods that use these devices. For the host memory of a pod that uses
+    /// several kinds of device, the first rule that has it holds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub leaks: Option<PlanLeaks>,
 }
 
 /// A driver reserve and the policy it came from.
@@ -179,6 +184,23 @@ pub struct PlanHostMemory {
     pub owner_kinds: Vec<String>,
     /// Its value.
     pub value: HostMemory,
+}
+
+/// Leak detection, the policy it came from, and whom that policy lets it act on.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PlanLeaks {
+    /// The policy.
+    #[schemars(length(max = 253))]
+    pub policy: String,
+    /// Its namespaces. Absent: every one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub namespaces: Option<LabelSelector>,
+    /// The owner kinds whose pods it may restart.
+    #[schemars(length(max = 16))]
+    pub owner_kinds: Vec<String>,
+    /// Its value.
+    pub value: Leaks,
 }
 
 /// The quotas of one policy.

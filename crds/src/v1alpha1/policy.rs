@@ -5,7 +5,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::ByteSize;
+use crate::{ByteSize, Leaks};
 
 /// A policy for the memory of the GPUs that it selects.
 ///
@@ -51,9 +51,7 @@ use crate::ByteSize;
 #[serde(rename_all = "camelCase")]
 #[x_kube(
     validation = Rule::new("self.mode != 'Enforce' || (has(self.remediation) && has(self.remediation.budget))")
-        .message("mode Enforce needs remediation.budget: say how many pods may be down at once"),
-    validation = Rule::new("!has(self.leaks)")
-        .message("leaks is not yet served by this version: remove it")
+        .message("mode Enforce needs remediation.budget: say how many pods may be down at once")
 )]
 pub struct GpuMemoryPolicySpec {
     /// What this policy may do. `Observe` measures; `DryRun` also writes incidents that say what
@@ -98,7 +96,7 @@ pub struct GpuMemoryPolicySpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_memory: Option<HostMemory>,
 
-    /// Leak detection. Not yet served.
+    /// Leak detection: growth that will not end by itself. `{}` watches and acts on nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leaks: Option<Leaks>,
 
@@ -901,11 +899,6 @@ pub enum TaintNodeWhen {
     /// When one device is.
     AnyDevice,
 }
-
-/// Leak detection. Not yet served.
-#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Leaks {}
 
 /// Whom acts may concern and how many of them there may be.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

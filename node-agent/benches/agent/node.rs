@@ -299,6 +299,7 @@ fn plan() -> GpuMemoryNodeSpec {
         pool: None,
         breakers: vec![breaker],
         host_memory: None,
+        leaks: None,
     };
     let layer = PlanLayer { mode: Mode::Enforce, rules: vec![rule], quotas: vec![quota] };
     GpuMemoryNodeSpec { plan_life_seconds: 600, stand_down: false, layers: vec![layer] }

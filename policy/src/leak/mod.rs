@@ -17,6 +17,7 @@ mod mode;
 mod number;
 mod profile;
 mod reason;
+mod rule;
 mod scale;
 mod settings;
 mod shape;

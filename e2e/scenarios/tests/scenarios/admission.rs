@@ -85,7 +85,30 @@ fn the_api_server_refuses_what_cannot_be_right_and_says_what_to_change() -> Resu
                 json!({"rules": [{"name": "r", "pods": {}, "limit": "8Gi", "managedMemory": "Hide"}]}),
                 "Unsupported value: \"Hide\"",
             ),
-            ("leaks not served", "leaks", json!({}), "not yet served"),
+            (
+                "a drain for a leak",
+                "leaks",
+                json!({"actions": [{"type": "Drain"}]}),
+                "only Signal, Hook, Unready and Restart can help",
+            ),
+            (
+                "leaks seen at falling scales",
+                "leaks",
+                json!({"blockMilliseconds": [600_000, 180_000, 1_800_000, 7_200_000]}),
+                "blockMilliseconds must rise",
+            ),
+            (
+                "blocks that are no whole buckets",
+                "leaks",
+                json!({"bucketMilliseconds": 50_000}),
+                "does not divide the default blocks",
+            ),
+            (
+                "a horizon within the lead",
+                "leaks",
+                json!({"horizonMilliseconds": 300_000}),
+                "horizonMilliseconds must be at least leadMilliseconds",
+            ),
             ("Enforce without budget", "remediation", Value::Null, "needs remediation.budget"),
         ];
         for (what, field, value, message) in cases {
