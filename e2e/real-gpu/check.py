@@ -11,6 +11,7 @@ import time
 import traceback
 from datetime import datetime
 
+import check_actions
 import check_guard
 import check_pool
 from common import (
@@ -277,7 +278,9 @@ def machine(report, nvml, cluster):
     return sample.total
 
 
-SECTIONS = ("rest", "cost", "growth", "quota", "breaker", "pool", "guard")
+# What is checked unless sections are named: with the others it would take longer than such a machine is lent for.
+USUAL = ("rest", "cost", "growth", "quota", "breaker", "pool", "guard")
+SECTIONS = (*USUAL, "park", "reclaim", "reaction")
 
 
 class Sections:
@@ -328,6 +331,15 @@ class Sections:
     def guard(self):
         check_guard.check(self.report, self.nvml, self.cluster, self.total)
 
+    def park(self):
+        check_actions.park(self.report, self.nvml, self.cluster, self.total)
+
+    def reclaim(self):
+        check_actions.reclaim(self.report, self.nvml, self.cluster, self.total)
+
+    def reaction(self):
+        check_actions.reaction(self.report, self.nvml, self.cluster, self.total)
+
 
 def check(report, arguments):
     sections = Sections(report, arguments)
@@ -335,7 +347,7 @@ def check(report, arguments):
         if name not in arguments.only:
             continue
         begun = time.monotonic()
-        if name in ("pool", "guard"):
+        if name in ("pool", "guard", "park", "reclaim", "reaction"):
             # They want the device for themselves.
             for app in ("one", "two", "hog"):
                 sections.cluster.remove(app)
@@ -348,7 +360,7 @@ def check(report, arguments):
 
 
 def chosen(text):
-    names = text.split(",") if text else list(SECTIONS)
+    names = text.split(",") if text else list(USUAL)
     unknown = set(names) - set(SECTIONS)
     if unknown:
         raise argparse.ArgumentTypeError(f"no section {', '.join(sorted(unknown))}; there are: {', '.join(SECTIONS)}")
@@ -376,7 +388,7 @@ def main():
     parser.add_argument("--backend", default="torch")
     parser.add_argument("--grow-seconds", type=int, default=120)
     parser.add_argument("--cost-seconds", type=int, default=30)
-    parser.add_argument("--only", type=chosen, default=list(SECTIONS))
+    parser.add_argument("--only", type=chosen, default=list(USUAL))
     arguments = parser.parse_args()
     report = Report(arguments.report)
     check(report, arguments)

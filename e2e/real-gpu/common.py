@@ -278,16 +278,16 @@ class Cluster:
         except (OSError, ValueError):
             return {"bytes": 0, "turn": 0, "reached": False}
 
-    def deploy(self, name, size=None, stubborn=False, guard=False):
+    def deploy(self, name, size=None, **how):
         """A Deployment of one pod; the pod once it runs.
 
         It holds `size`, or without one runs jobs (`start`).
         """
-        self.create(name, size, stubborn, guard)
-        return self.running(name, size, guard)
+        self.create(name, size, **how)
+        return self.running(name, size, how.get("guard", False))
 
-    def create(self, name, size=None, stubborn=False, guard=False):
-        """Makes such a Deployment."""
+    def create(self, name, size=None, stubborn=False, guard=False, told=False, labels=None):
+        """Makes such a Deployment. `told`: it has a volume for the pressure file."""
         shutil.rmtree(self.folder(name), ignore_errors=True)
         os.makedirs(self.folder(name))
         if size is None:
@@ -306,13 +306,15 @@ class Cluster:
                    for i, path in enumerate(folders)]
         volumes += [{"name": "program", "hostPath": {"path": os.path.join(self.work, "pod")}},
                     {"name": "control", "hostPath": {"path": self.folder(name)}}]
+        if told:
+            volumes.append({"name": "highwater", "emptyDir": {}})
         env = {"PYTHONPATH": ":".join(self.needs["packages"]), "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/tmp"}
         container = {"name": "main", "image": "highwater.local/python:dev", "imagePullPolicy": "Never",
                      "command": [self.needs["executable"], *program],
                      "env": [{"name": key, "value": value} for key, value in env.items()],
                      "resources": {"limits": {"nvidia.com/gpu": "1"}}, "volumeMounts": mounts,
                      "terminationMessagePolicy": "FallbackToLogsOnError"}
-        labels = {"app": name, **({"highwater.dev/guard": "true"} if guard else {})}
+        labels = {"app": name, **({"highwater.dev/guard": "true"} if guard else {}), **(labels or {})}
         self.api.apply({
             "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name, "namespace": NAMESPACE},
             "spec": {"replicas": 1, "selector": {"matchLabels": {"app": name}}, "template": {

@@ -24,7 +24,7 @@ usage: run.sh [--bundle DIR] [--out DIR] [--limit SECONDS] [--only SECTION,...] 
   --bundle DIR      what pack.sh made (default: bundle/ beside this script)
   --out DIR         where report and logs go (default $OUT, else ./real-gpu-out)
   --limit SECONDS   the whole run is stopped after so long (default 480)
-  --only SECTIONS   of rest, cost, growth, quota, breaker, pool, guard, with commas (default all)
+  --only SECTIONS   of rest, cost, growth, quota, breaker, pool, guard (default: these), park, reclaim, reaction
   --grow-seconds N  how long two pods grow while ledger and driver are compared (default 120; 40 with --only)
   --stay            leave the cluster up after the checks, until the limit or Ctrl-C
   --sim DIR         no GPU: the simulated driver whose program and libraries lie in DIR
@@ -276,7 +276,7 @@ prepare_driver() {
 
 # What Python with PyTorch needs of this machine is found by running it once.
 probe_python() {
-    cp "$here"/{workload,runner,driver_cases,torch_cases,thief}.py "$work/pod/"
+    cp "$here"/{workload,runner,driver_cases,torch_cases,actions_cases,thief}.py "$work/pod/"
     if ! timeout 150 python3 "$work/pod/workload.py" needs --backend "$backend" >"$work/needs.json" 2>"$logs/needs.log"; then
         tail -n 5 "$logs/needs.log"
         return 1

@@ -16,6 +16,7 @@ mod noise;
 mod number;
 mod pools;
 mod random;
+mod recorded;
 mod report;
 mod run;
 #[cfg(test)]
@@ -86,6 +87,7 @@ fn main() -> anyhow::Result<ExitCode> {
         tuning::wrong(&outcomes, args.wrong);
     }
     tables::all(&mut report, &outcomes);
+    recorded::report(&mut report, &recorded::folder(), &settings)?;
     print!("{}", report.tables());
     figures::all(&mut report, &outcomes, &cost::measure(&settings));
     if args.write {
