@@ -308,6 +308,7 @@ class Cluster:
                     {"name": "control", "hostPath": {"path": self.folder(name)}}]
         if told:
             volumes.append({"name": "highwater", "emptyDir": {}})
+            mounts.append({"name": "highwater", "mountPath": "/run/highwater"})
         env = {"PYTHONPATH": ":".join(self.needs["packages"]), "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/tmp"}
         container = {"name": "main", "image": "highwater.local/python:dev", "imagePullPolicy": "Never",
                      "command": [self.needs["executable"], *program],

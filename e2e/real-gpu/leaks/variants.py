@@ -85,7 +85,7 @@ LEAKS = [
           dict(onset=40, end=190, settings=dict(busy=120)),
           dict(onset=30, end=170, load=NOISY, settings=dict(busy=200, uneven=True)),
           dict(onset=25, end=200, settings=dict(busy=80, every=36)),  # a jump about every six minutes
-          dict(onset=60, end=205, load=SWING, base=700, settings=dict(busy=300, trim=5)),
+          dict(onset=60, end=190, load=SWING, base=700, settings=dict(busy=300, trim=5)),
           dict(onset=10, end=150, load=BURSTS, settings=dict(busy=150, uneven=True),
                environment=allocator("expandable_segments:True"))),
     *five("graph", "graph_kept", True,
