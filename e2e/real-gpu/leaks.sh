@@ -7,7 +7,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 out=${OUT:-$PWD/real-gpu-out}
 batches=1,2
-speed=64
+speed=68
 limit=575
 only=
 
@@ -16,7 +16,7 @@ usage() {
 usage: leaks.sh [--out DIR] [--batch N,...] [--speed N] [--only NAME,...] [--limit SECONDS]
   --out DIR        where series, labels and report go (default $OUT, else ./real-gpu-out)
   --batch N,...    of the two halves of the variants (default 1,2); each takes less than five minutes
-  --speed N        how many times as fast as the clock a story goes (default 64)
+  --speed N        how many times as fast as the clock a story goes (default 68)
   --only NAMES     of the variants that `leaks/variants.py` lists, with commas (default all)
   --limit SECONDS  stories are cut off so that all ends by then (default 575)
 END_OF_USAGE

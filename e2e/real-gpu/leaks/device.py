@@ -34,7 +34,7 @@ class Cuda:
         # As a device of that size would do: give back what is cached first, then refuse.
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction((variants.CAPACITY - variants.CONTEXT) * self.unit / total)
-        self.driver, self.runtime = ctypes.CDLL("libcuda.so.1"), runtime()
+        self.driver, self.runtime = ctypes.CDLL("libcuda.so.1"), None
         self.host = []
 
     def call(self, name, *arguments):
@@ -77,6 +77,7 @@ class Cuda:
         self.call("cuMemsetD8_v2", pointer, ctypes.c_ubyte(1), SIZE(count))
 
     def _runtime(self, count):
+        self.runtime = self.runtime or runtime()
         pointer = ctypes.c_void_p()
         code = self.runtime.cudaMalloc(ctypes.byref(pointer), SIZE(count))
         if code != 0:

@@ -1,6 +1,6 @@
 """Runs the programs of `variants.py` side by side on the first GPU, and records what is seen of them from outside.
 
-    record.py --out DIR [--batch 1,2] [--speed 64] [--limit SECONDS] [--only NAME,...] [--device cuda|cpu]
+    record.py --out DIR [--batch 1,2] [--speed 68] [--limit SECONDS] [--only NAME,...] [--device cuda|cpu]
 
 Writes to DIR, for each batch N:
   series-N.csv.gz      what `kubectl highwater simulate` reads: pod,device,seconds,bytes,capacity,work,host_bytes,life
@@ -316,7 +316,7 @@ def main():
     parser.add_argument("--out", required=True)
     parser.add_argument("--work", default="/var/tmp/highwater-leaks")
     parser.add_argument("--batch", default="1,2")
-    parser.add_argument("--speed", type=float, default=64)
+    parser.add_argument("--speed", type=float, default=68)
     parser.add_argument("--limit", type=float, default=580)
     parser.add_argument("--only", default="")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
