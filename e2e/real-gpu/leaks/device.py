@@ -13,6 +13,10 @@ READ_MOSTLY = ATTACH_GLOBAL = 1
 class Refused(Exception):
     """The driver did not do what it was asked for."""
 
+    def __init__(self, name, code):
+        super().__init__(f"{name}: CUDA error {code}")
+        self.code = code
+
 
 class Properties(ctypes.Structure):
     """CUmemAllocationProp: pinned memory of the first device"""
@@ -40,7 +44,7 @@ class Cuda:
     def call(self, name, *arguments):
         code = getattr(self.driver, name)(*arguments)
         if code != 0:
-            raise Refused(f"{name}: CUDA error {code}")
+            raise Refused(name, code)
 
     def tensor(self, size):
         return self.torch.full((max(int(size * self.unit), 1),), 1, dtype=self.torch.uint8, device="cuda")
@@ -81,7 +85,7 @@ class Cuda:
         pointer = ctypes.c_void_p()
         code = self.runtime.cudaMalloc(ctypes.byref(pointer), SIZE(count))
         if code != 0:
-            raise Refused(f"cudaMalloc: error {code}")
+            raise Refused("cudaMalloc", code)
 
     def _pitch(self, count):
         pointer, pitch = POINTER(), SIZE()

@@ -20,6 +20,7 @@ import variants
 from device import DEVICES, Refused
 
 OUT_OF_MEMORY = 9
+WANT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 TICK = 0.08  # seconds of the clock
 SLACK = 30  # requests that one who is late makes up for
 PIECE = 25  # MiB
@@ -428,6 +429,8 @@ def main():
             slot.write(Slot.READY, *device.numbers(), program.count, program.replays, device.unlisted)
             time.sleep(TICK)
     except (refused, Refused) as error:
+        if getattr(error, "code", WANT_OF_MEMORY) != WANT_OF_MEMORY:
+            raise
         print(f"{name}: out of memory: {error}"[:300], file=sys.stderr, flush=True)
         os._exit(OUT_OF_MEMORY)
     os._exit(0)
