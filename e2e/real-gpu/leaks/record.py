@@ -182,6 +182,9 @@ def sample(one, seconds, held, scale, series, framework, turn):
     allocated, reserved, unlisted = (int(number * scale) for number in (allocated, reserved, unlisted))
     size, capacity = held.get(one.pid), variants.CAPACITY * MIB
     host, anon, shmem, kernel, current = one.host()
+    # Less than a MiB of the host is noise, and noise makes files large.
+    host, anon, shmem, kernel, current = (part if part is None else part // MIB * MIB
+                                          for part in (host, anon, shmem, kernel, current))
     pod = one.variant.name
     series.writerow((pod, one.device, f"{seconds:.1f}", "" if size is None else min(size, capacity), capacity,
                      int(work), host, 0))
@@ -240,7 +243,7 @@ def batch(arguments, number, chosen, driver, left):
         series, framework = csv.writer(first, lineterminator="\n"), csv.writer(second, lineterminator="\n")
         series.writerow(SERIES)
         framework.writerow(FRAMEWORK)
-        while (due := turn * CADENCE) <= variants.MINUTES * 60 and left() > 12:
+        while (due := turn * CADENCE) <= variants.MINUTES * 60 and left() > 12 and any(one.ending is None for one in ready):
             wait = origin + due / arguments.speed - time.monotonic()
             if wait > 0:
                 time.sleep(wait)
@@ -268,7 +271,7 @@ def batch(arguments, number, chosen, driver, left):
         labels.writerow(LABELS)
         for one in processes:
             labels.writerow(label(one))
-    calls.sort()
+    calls = sorted(calls) or [0.0]
     print(f"batch {number}: {turn} rounds in {time.monotonic() - origin:.0f} s, at most {slow * 1000:.0f} ms late; reading the "
           f"driver took {calls[len(calls) // 2] * 1e3:.2f} ms (median); the device had at most {most / (1 << 30):.1f} GiB in "
           f"use", flush=True)
