@@ -424,7 +424,9 @@ mod tests {
         assert!(recorded.values().all(|one| one.samples.len() == 1080));
         let all = judge(&recorded, &Arc::new(Settings::default()));
         let mut count = Count::default();
-        all.values().for_each(|seen| count.take(seen));
+        for seen in all.values() {
+            count.take(seen);
+        }
         let expected =
             Count { leaks: 1, found: 1, in_time: 1, suspected: 1, named: 1, right: 1, ..Count::default() };
         assert_eq!(count, expected, "{all:?}");
