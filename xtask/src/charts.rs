@@ -1,6 +1,6 @@
 //! The charts: Helm accepts them, and what they render keeps the promises of the security page.
 //!
-//! Each `charts/highwater/ci/*-values.yaml` is rendered once.
+//! Each `charts/highwater/ci/*-values.yaml` is rendered once, and so are the values of the first chart.
 
 use std::{
     collections::BTreeSet,
@@ -32,6 +32,12 @@ const PROMETHEUS: [&str; 2] =
 /// The versions of the kind that injects the guard: of 1.36 and later, and as it can be switched on
 /// before.
 const INJECTION: [&str; 2] = ["v1", "v1beta1"];
+
+/// With what every template begins: values of a former chart lack some of today's.
+const SETTLE: &str = "{{- include \"highwater.settle\" . -}}\n";
+
+/// The values of the first chart.
+const FORMER_VALUES: &str = "xtask/tests/former-values.yaml";
 
 /// Namespace that the charts are rendered for.
 const NAMESPACE: &str = "highwater-system";
@@ -83,7 +89,65 @@ pub(crate) fn check(root: &Path) -> Result<Vec<String>> {
     for version in [None, Some(INJECTION[0]), Some(INJECTION[1])] {
         problems.extend(injection_faults(root, &helm, version)?);
     }
+    problems.extend(former_faults(root, &helm)?);
+    problems.extend(unsettled(&root.join("charts/highwater/templates"))?);
     Ok(problems)
+}
+
+/// What is wrong where an upgrade reuses the values of the first chart. `helm upgrade --reuse-values`
+/// puts them in the place of the chart's own; they must come to the same as today's defaults.
+fn former_faults(root: &Path, helm: &str) -> Result<Vec<String>> {
+    let folder = tempfile::tempdir().context("making a temporary folder")?;
+    let chart = folder.path().join("highwater");
+    copy(&root.join("charts/highwater"), &chart)?;
+    fs::copy(root.join(FORMER_VALUES), chart.join("values.yaml")).context("copying the former values")?;
+    let served = kinds(Some(INJECTION[0]));
+    let today = render(root, helm, &served, &[])?;
+    Ok(match (render_chart(root, helm, &chart.to_string_lossy(), &served, &[])?, today) {
+        (Err(output), _) => vec![format!("helm template with the values of the first chart:\n{output}")],
+        (Ok(former), Ok(today)) => difference(&former, &today)
+            .map(|line| format!("the values of the first chart come to something else than today's: {line}"))
+            .into_iter()
+            .collect(),
+        // Said already.
+        (Ok(_), Err(_)) => Vec::new(),
+    })
+}
+
+/// The first line in which two texts differ.
+fn difference(one: &str, other: &str) -> Option<String> {
+    let mut lines = one.lines().zip(other.lines());
+    let differing = lines.find(|(one, other)| one != other);
+    let cut = (one.lines().count() != other.lines().count()).then(|| "one has more lines".to_owned());
+    differing.map(|(one, other)| format!("{one:?} and {other:?}")).or(cut)
+}
+
+/// Copies a folder.
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    fs::create_dir_all(to).with_context(|| format!("making {}", to.display()))?;
+    for entry in fs::read_dir(from).with_context(|| format!("reading {}", from.display()))? {
+        let path = entry?.path();
+        let Some(name) = path.file_name() else { continue };
+        if path.is_dir() {
+            copy(&path, &to.join(name))?;
+        } else {
+            fs::copy(&path, to.join(name)).with_context(|| format!("copying {}", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Templates that read values before what these may lack is put into them.
+fn unsettled(templates: &Path) -> Result<Vec<String>> {
+    let mut faults = Vec::new();
+    for entry in fs::read_dir(templates).context("reading the templates")? {
+        let path = entry?.path();
+        let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        if !name.starts_with('_') && !fs::read_to_string(&path)?.starts_with(SETTLE) {
+            faults.push(format!("templates/{name} does not begin with {}", SETTLE.trim_end()));
+        }
+    }
+    Ok(faults)
 }
 
 /// What is wrong where the cluster serves this version of the injecting kind, or none.
@@ -135,15 +199,18 @@ fn run(root: &Path, program: &str, arguments: &[&str]) -> Result<Result<String, 
 }
 
 fn render(root: &Path, helm: &str, served: &[String], extra: &[&str]) -> Result<Result<String, String>> {
-    let mut arguments = vec![
-        "template",
-        "highwater",
-        "charts/highwater",
-        "--namespace",
-        NAMESPACE,
-        "--kube-version",
-        "1.34.0",
-    ];
+    render_chart(root, helm, "charts/highwater", served, extra)
+}
+
+fn render_chart(
+    root: &Path,
+    helm: &str,
+    chart: &str,
+    served: &[String],
+    extra: &[&str],
+) -> Result<Result<String, String>> {
+    let mut arguments =
+        vec!["template", "highwater", chart, "--namespace", NAMESPACE, "--kube-version", "1.34.0"];
     arguments.extend(served.iter().flat_map(|kind| ["--api-versions", kind.as_str()]));
     arguments.extend(extra);
     run(root, helm, &arguments)
@@ -556,6 +623,24 @@ mod tests {
         {
             assert!(faults.iter().any(|found| found.contains(fault)), "{fault} is not in {faults:?}");
         }
+    }
+
+    #[test]
+    fn a_template_that_reads_former_values_as_they_are_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+        write("_helpers.tpl", "");
+        write("settled.yaml", &format!("{SETTLE}kind: A\n"));
+        assert_eq!(unsettled(folder.path()).unwrap(), Vec::<String>::new());
+        write("hasty.yaml", &format!("kind: A\n{SETTLE}"));
+        assert_eq!(unsettled(folder.path()).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn renderings_that_differ_are_told_apart() {
+        assert_eq!(difference("a\nb\n", "a\nb\n"), None);
+        assert_eq!(difference("a\nb\n", "a\nc\n").unwrap(), "\"b\" and \"c\"");
+        assert!(difference("a\nb\n", "a\n").is_some());
     }
 
     #[test]

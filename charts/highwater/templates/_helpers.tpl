@@ -77,3 +77,38 @@ variable's name. */}}
 {{- define "highwater.ownPaths" -}}
 {{ squote .Values.agent.stateDir }}, {{ squote .Values.keeper.stateDir }}, {{ printf "%s/plugins/guard.highwater.dev" .Values.agent.kubeletRoot | squote }}
 {{- end -}}
+
+{{/* What the values of a former chart lack. `helm upgrade --reuse-values` brings those, and none of
+today's defaults. What is false or empty by default need not be here: absent is the same. */}}
+{{- define "highwater.newer" -}}
+parts:
+  keeper:
+    enabled: true
+    stateDir: /run/highwater-keeper
+    updateStrategy: {type: RollingUpdate, rollingUpdate: {maxSurge: 1, maxUnavailable: 0}}
+    resources: {requests: {cpu: 10m, memory: 32Mi}, limits: {memory: 512Mi}}
+    serviceAccount: {create: true}
+  guard: {enabled: true, inject: true}
+keys:
+  agent: {evidence: true, hostMemory: true}
+  keeper: {park: {enabled: false}}
+{{- end -}}
+
+{{/* Puts what the values lack into them. Every template begins with it: which is the first, Helm decides.
+What is in a part that is there, and is in none of the keys, may have been taken out on purpose. */}}
+{{- define "highwater.settle" -}}
+{{- $newer := include "highwater.newer" . | fromYaml -}}
+{{- range $part, $defaults := $newer.parts -}}
+{{- if not (hasKey $.Values $part) -}}
+{{- $_ := set $.Values $part $defaults -}}
+{{- end -}}
+{{- end -}}
+{{- range $part, $defaults := $newer.keys -}}
+{{- $values := get $.Values $part -}}
+{{- range $key, $default := $defaults -}}
+{{- if not (hasKey $values $key) -}}
+{{- $_ := set $values $key $default -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
