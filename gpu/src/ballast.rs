@@ -19,7 +19,7 @@ use std::{
 
 use libloading::Library;
 
-use crate::cuda::{self, NO_DEVICE, OUT_OF_MEMORY, SUCCESS, calls};
+use crate::cuda::{self, LoadError, NO_DEVICE, OUT_OF_MEMORY, SUCCESS, calls};
 
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
 const PINNED: c_int = 1;
@@ -32,29 +32,16 @@ const MINIMUM: c_int = 0;
 /// More devices than a node has: a count from a broken driver must not keep us busy.
 const MOST_DEVICES: c_int = 1024;
 
+/// The oldest driver that can export memory.
+const OLDEST: u16 = 450;
+
 /// Why no memory can be made on a device, or was not.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BallastError {
-    /// The CUDA driver library is not there, or is not a library.
-    #[error(
-        "cannot load the CUDA driver library {library:?}: {detail}. Install the NVIDIA driver on the node, or mount \
-         its libcuda.so.1 and set --cuda-library to the path"
-    )]
-    NoLibrary {
-        /// The path or name that was tried.
-        library: String,
-        /// What the loader said.
-        detail: String,
-    },
-    /// The library lacks a call.
-    #[error("the CUDA driver library {library:?} has no {call}: driver 450 is the oldest that has it")]
-    NoCall {
-        /// The path or name that was opened.
-        library: String,
-        /// Name of the call.
-        call: &'static str,
-    },
+    /// The CUDA driver cannot be used.
+    #[error(transparent)]
+    Load(#[from] LoadError),
     /// The text is not the UUID of a device.
     #[error("{0:?} is not the UUID of a GPU or of a MIG instance")]
     NotAUuid(String),
@@ -164,10 +151,7 @@ impl Ballast {
     /// Each says what to change.
     pub fn open(library: Option<&Path>, uuid: &str) -> Result<Self, BallastError> {
         let wanted = parse(uuid).ok_or_else(|| BallastError::NotAUuid(uuid.to_owned()))?;
-        let name = || cuda::name(library);
-        let opened =
-            cuda::load(library).map_err(|detail| BallastError::NoLibrary { library: name(), detail })?;
-        let calls = Calls::find(&opened).map_err(|call| BallastError::NoCall { library: name(), call })?;
+        let (calls, opened) = cuda::open(library, OLDEST, Calls::find)?;
         // SAFETY: no flags are defined.
         match unsafe { (calls.cuInit)(0) } {
             NO_DEVICE => return Err(BallastError::NoDevice { uuid: uuid.to_owned(), visible: 0 }),
@@ -290,16 +274,6 @@ fn parse(text: &str) -> Option<Uuid> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_missing_library_says_what_to_set() {
-        let uuid = "GPU-00000000-0000-0000-0000-000000000000";
-        let error = Ballast::open(Some(Path::new("/nonexistent/libcuda.so.1")), uuid).unwrap_err();
-        assert!(matches!(error, BallastError::NoLibrary { .. }), "{error}");
-        assert!(error.to_string().contains("--cuda-library"), "{error}");
-        let error = Ballast::open(Some(Path::new("libc.so.6")), uuid).unwrap_err();
-        assert!(matches!(error, BallastError::NoCall { call: "cuInit", .. }), "{error}");
-    }
 
     #[test]
     fn uuids_are_read_as_nvml_writes_them() {

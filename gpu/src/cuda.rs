@@ -17,21 +17,54 @@ pub(crate) const OUT_OF_MEMORY: c_int = 2;
 /// `CUDA_ERROR_NO_DEVICE`: also where `CUDA_VISIBLE_DEVICES` names one that is not there.
 pub(crate) const NO_DEVICE: c_int = 100;
 
+/// Why the CUDA driver cannot be used here, whatever is tried.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// The library is not there, or is not a library.
+    #[error(
+        "cannot load the CUDA driver library {library:?}: {detail}. Install the NVIDIA driver on the node, or mount \
+         its libcuda.so.1 and set --cuda-library to the path"
+    )]
+    NoLibrary {
+        /// The path or name that was tried.
+        library: String,
+        /// What the loader said.
+        detail: String,
+    },
+    /// The library lacks a call.
+    #[error(
+        "the CUDA driver library {library:?} has no {call}: driver {oldest} is the oldest that has what is needed"
+    )]
+    NoCall {
+        /// The path or name that was opened.
+        library: String,
+        /// Name of the call.
+        call: &'static str,
+        /// The major version of the oldest driver that has all calls.
+        oldest: u16,
+    },
+}
+
 /// `cuGetErrorName`.
 pub(crate) type ErrorName = unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int;
 
-/// What was tried to be opened, as messages name it.
-pub(crate) fn name(library: Option<&Path>) -> String {
-    library.map_or(OsStr::new(LIBRARY), Path::as_os_str).to_string_lossy().into_owned()
-}
-
-/// Opens the library at a path, or where the loader finds it; an error is what the loader says.
-/// Unloading it would pull the code from under the driver's threads.
-pub(crate) fn load(library: Option<&Path>) -> Result<ManuallyDrop<Library>, String> {
+/// Opens the library at a path, or where the loader finds it, and has `find` look its calls up, which
+/// drivers have from `oldest` on. Unloading it would pull the code from under the driver's threads.
+pub(crate) fn open<C>(
+    library: Option<&Path>,
+    oldest: u16,
+    find: impl FnOnce(&Library) -> Result<C, &'static str>,
+) -> Result<(C, ManuallyDrop<Library>), LoadError> {
+    let path = library.map_or(OsStr::new(LIBRARY), Path::as_os_str);
+    let name = || path.to_string_lossy().into_owned();
     // SAFETY: the library is the driver's, whose initialisation may run at any time. It is
     // never unloaded, so its termination routines run at exit only.
-    let library = unsafe { Library::new(library.map_or(OsStr::new(LIBRARY), Path::as_os_str)) };
-    library.map(ManuallyDrop::new).map_err(|error| error.to_string())
+    let opened = unsafe { Library::new(path) }.map(ManuallyDrop::new);
+    let opened =
+        opened.map_err(|error| LoadError::NoLibrary { library: name(), detail: error.to_string() })?;
+    let calls = find(&opened).map_err(|call| LoadError::NoCall { library: name(), call, oldest })?;
+    Ok((calls, opened))
 }
 
 /// The driver's name for a result code.
@@ -71,3 +104,20 @@ macro_rules! calls {
     };
 }
 pub(crate) use calls;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_loaded_says_what_to_change() {
+        let absent = Path::new("/nonexistent/libcuda.so.1");
+        let error = open(Some(absent), 450, |_| Ok(())).unwrap_err();
+        assert!(matches!(error, LoadError::NoLibrary { .. }), "{error}");
+        assert!(error.to_string().contains("--cuda-library"), "{error}");
+        let other = Path::new("libc.so.6");
+        let error = open(Some(other), 570, |_| Err::<(), _>("cuInit")).unwrap_err();
+        assert!(matches!(error, LoadError::NoCall { call: "cuInit", oldest: 570, .. }), "{error}");
+        assert!(error.to_string().contains("driver 570"), "{error}");
+    }
+}

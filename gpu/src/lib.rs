@@ -35,6 +35,7 @@ mod processes;
 mod sample;
 
 pub use ballast::{Ballast, BallastError};
+pub use cuda::LoadError;
 pub use driver::Driver;
 pub use error::{CallError, ErrorClass, OpenError};
 pub use inventory::{DeviceInfo, Inventory, Partition};

@@ -19,38 +19,23 @@ use std::{
 
 use libloading::Library;
 
-use crate::cuda::{self, NO_DEVICE, OUT_OF_MEMORY, SUCCESS, calls};
+use crate::cuda::{self, LoadError, NO_DEVICE, OUT_OF_MEMORY, SUCCESS, calls};
 
 /// `CUDA_ERROR_ILLEGAL_STATE`: the process is not in the state that the call begins with.
 const ILLEGAL_STATE: c_int = 401;
 /// `CUDA_ERROR_NOT_READY`: not locked in time.
 const NOT_READY: c_int = 600;
 
+/// The oldest driver that can checkpoint processes.
+const OLDEST: u16 = 570;
+
 /// Why a process's memory cannot be moved, or was not.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ParkError {
-    /// The CUDA driver library is not there, or is not a library.
-    #[error(
-        "cannot load the CUDA driver library {library:?}: {detail}. Install the NVIDIA driver on the node, or mount \
-         its libcuda.so.1 and set --cuda-library to the path"
-    )]
-    NoLibrary {
-        /// The path or name that was tried.
-        library: String,
-        /// What the loader said.
-        detail: String,
-    },
-    /// The library lacks a call.
-    #[error(
-        "the CUDA driver library {library:?} has no {call}: driver 570 is the oldest that can checkpoint processes"
-    )]
-    NoCall {
-        /// The path or name that was opened.
-        library: String,
-        /// Name of the call.
-        call: &'static str,
-    },
+    /// The CUDA driver cannot be used.
+    #[error(transparent)]
+    Load(#[from] LoadError),
     /// CUDA shows no device.
     #[error("CUDA shows no device: its device node is missing here, or it is gone")]
     NoDevice,
@@ -99,7 +84,7 @@ impl ParkError {
 
     /// Whether nothing can be moved on this node, whatever is tried.
     pub fn is_final(&self) -> bool {
-        matches!(self, Self::NoLibrary { .. } | Self::NoCall { .. })
+        matches!(self, Self::Load(_))
     }
 }
 
@@ -158,10 +143,7 @@ impl Checkpoint {
     /// # Errors
     /// Each says what to change.
     pub fn open(library: Option<&Path>) -> Result<Self, ParkError> {
-        let name = || cuda::name(library);
-        let opened =
-            cuda::load(library).map_err(|detail| ParkError::NoLibrary { library: name(), detail })?;
-        let calls = Calls::find(&opened).map_err(|call| ParkError::NoCall { library: name(), call })?;
+        let (calls, opened) = cuda::open(library, OLDEST, Calls::find)?;
         // SAFETY: no flags are defined.
         match unsafe { (calls.cuInit)(0) } {
             NO_DEVICE => return Err(ParkError::NoDevice),
@@ -254,11 +236,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_driver_without_the_calls_says_which_has_them() {
-        let error = Checkpoint::open(Some(Path::new("/nonexistent/libcuda.so.1"))).unwrap_err();
-        assert!(matches!(error, ParkError::NoLibrary { .. }) && error.is_final(), "{error}");
-        let error = Checkpoint::open(Some(Path::new("libc.so.6"))).unwrap_err();
-        assert!(matches!(error, ParkError::NoCall { call: "cuInit", .. }) && error.is_final(), "{error}");
-        assert!(error.to_string().contains("570"), "{error}");
+    fn a_driver_that_cannot_be_used_is_final() {
+        let open = |library| Checkpoint::open(Some(Path::new(library))).unwrap_err();
+        let absent = open("/nonexistent/libcuda.so.1");
+        assert!(
+            matches!(absent, ParkError::Load(LoadError::NoLibrary { .. })) && absent.is_final(),
+            "{absent}"
+        );
+        let other = open("libc.so.6");
+        assert!(other.is_final() && other.to_string().contains("driver 570"), "{other}");
     }
 }
