@@ -26,14 +26,14 @@ use kube::{
     runtime::reflector::{ObjectRef, Store, store::Writer},
 };
 use serde::Serialize;
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tracing::{debug, warn};
 
 use crate::{
     agents::Agents,
     claims::Claims,
     error::Error,
-    events::Events,
+    events::{Events, Message},
     incident_controller::{Leases, Refusals, Reservations},
     leader::Leadership,
     metrics::Metrics,
@@ -220,7 +220,56 @@ pub(crate) struct Signals {
     pub(crate) nodes: Arc<Queue<String>>,
 }
 
+/// The other ends of a context: who holds them has it hear, lead, know and be heard.
+pub(crate) struct Ends {
+    /// Of the stores.
+    pub(crate) writers: Writers,
+    /// The Events that are to be published.
+    pub(crate) events: mpsc::Receiver<Message>,
+    /// Whether this replica leads. At first it does not.
+    pub(crate) leads: watch::Sender<bool>,
+    /// What the policies come to.
+    pub(crate) learnt: watch::Sender<Arc<Known>>,
+}
+
 impl Context {
+    /// The context of an operator that knows nothing yet, with its other ends.
+    ///
+    /// # Errors
+    /// Fails when metrics cannot be registered.
+    pub(crate) fn new(client: Client, release_namespace: String) -> prometheus::Result<(Self, Ends)> {
+        let metrics = Metrics::new()?;
+        let (stores, writers) = Stores::new();
+        let (sink, events) = Events::new(metrics.clone());
+        let (leads, leader) = Leadership::new();
+        let (learnt, known) = watch::channel(Arc::default());
+        let context = Self {
+            client,
+            release_namespace,
+            started: Timestamp::now(),
+            stores,
+            signals: Signals {
+                plans: Notify::new(),
+                incidents: Arc::new(Queue::new()),
+                nodes: Arc::new(Queue::new()),
+            },
+            leader,
+            metrics,
+            events: sink,
+            claims: Claims::default(),
+            agents: Agents::default(),
+            refusals: Refusals::default(),
+            written: Written::default(),
+            reservations: Reservations::default(),
+            told: Told::default(),
+            device_taints: DeviceTaints::default(),
+            leases: Leases::default(),
+            halted: watch::channel(None).0,
+            known,
+        };
+        Ok((context, Ends { writers, events, leads, learnt }))
+    }
+
     /// Looks at the open incidents that satisfy `wanted`.
     pub(crate) fn wake_incidents(&self, wanted: impl Fn(&GpuMemoryIncident) -> bool) {
         for incident in self.stores.incidents(|i| is_open(i) && wanted(i)) {

@@ -6,31 +6,20 @@ use std::{
 };
 
 use anyhow::Context as _;
-use jiff::Timestamp;
 use kube::{Client, Config};
 use tokio::{
     signal::unix::{SignalKind, signal},
-    sync::{Notify, watch},
     task::JoinSet,
 };
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 
 use crate::{
-    agents::Agents,
     args::Settings,
-    claims::Claims,
-    context::{Context, Signals, Stores},
-    events::{self, Events},
+    context::{Context, Ends},
+    events,
     http::{self, Ready},
-    incident_controller::{self, Leases, Refusals, Reservations},
-    leader::{self, Leadership},
-    metrics::Metrics,
-    node_controller::{self, device_taint::DeviceTaints, labels::Told},
-    policy_controller,
-    queue::Queue,
-    watch as watches,
-    written::Written,
+    incident_controller, leader, node_controller, policy_controller, watch as watches,
 };
 
 /// How long work that was begun may take after SIGTERM.
@@ -42,42 +31,17 @@ pub(crate) async fn run(settings: Settings) -> anyhow::Result<()> {
     let Settings { namespace, identity, listen } = settings;
     info!(version = env!("CARGO_PKG_VERSION"), namespace, identity, "operator starts");
     let client = client().await?;
-    let metrics = Metrics::new()?;
-    let (stores, writers) = Stores::new();
-    let (event_sink, event_source) = Events::new(metrics.clone());
-    let (leads, leadership) = Leadership::new();
-    let (learnt, known) = watch::channel(Arc::default());
-    let ctx = Arc::new(Context {
-        client: client.clone(),
-        release_namespace: namespace.clone(),
-        started: Timestamp::now(),
-        stores,
-        signals: Signals {
-            plans: Notify::new(),
-            incidents: Arc::new(Queue::new()),
-            nodes: Arc::new(Queue::new()),
-        },
-        leader: leadership,
-        metrics: metrics.clone(),
-        events: event_sink,
-        claims: Claims::default(),
-        agents: Agents::default(),
-        refusals: Refusals::default(),
-        written: Written::default(),
-        reservations: Reservations::default(),
-        told: Told::default(),
-        device_taints: DeviceTaints::default(),
-        leases: Leases::default(),
-        halted: watch::channel(None).0,
-        known,
-    });
+    let (ctx, Ends { writers, events: to_publish, leads, learnt }) =
+        Context::new(client.clone(), namespace.clone())?;
+    let ctx = Arc::new(ctx);
+    let metrics = ctx.metrics.clone();
 
     let mut terminated = signal(SignalKind::terminate())?;
     let mut interrupted = signal(SignalKind::interrupt())?;
     let ready = Ready::default();
     let mut parts: JoinSet<anyhow::Result<()>> = JoinSet::new();
     parts.spawn(http::serve(listen, metrics.clone(), Arc::clone(&ready)));
-    parts.spawn(events::publish(client, identity.clone(), metrics, event_source));
+    parts.spawn(events::publish(client, identity.clone(), metrics, to_publish));
     watches::spawn(&mut parts, &ctx, writers);
 
     let stop = CancellationToken::new();

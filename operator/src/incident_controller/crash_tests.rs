@@ -20,18 +20,9 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::sync::{Notify, watch};
 
-use super::{Leases, Refusals, Reservations};
 use crate::{
-    agents::Agents,
-    claims::Claims,
-    context::{Context, Signals, Stores, Writers},
-    events::Events,
-    leader::Leadership,
-    metrics::Metrics,
-    node_controller::{self, device_taint::DeviceTaints, labels::Told},
-    policy_controller,
-    queue::Queue,
-    written::Written,
+    context::{Context, Ends, Writers},
+    node_controller, policy_controller,
 };
 
 const NODE: &str = "/api/v1/nodes/n1";
@@ -311,35 +302,9 @@ impl Operator {
                 Ok::<_, kube::Error>(response.body(Body::from(answer.1.to_string().into_bytes())).unwrap())
             }
         });
-        let (stores, writers) = Stores::new();
-        let metrics = Metrics::new().unwrap();
-        let (leads, leader) = Leadership::new();
+        let client = Client::new(service, "default");
+        let (ctx, Ends { writers, leads, learnt, .. }) = Context::new(client, "hw".into()).unwrap();
         leads.send_replace(true);
-        let (learnt, known) = watch::channel(Arc::default());
-        let ctx = Context {
-            client: Client::new(service, "default"),
-            release_namespace: "hw".into(),
-            started: Timestamp::now(),
-            stores,
-            signals: Signals {
-                plans: Notify::new(),
-                incidents: Arc::new(Queue::new()),
-                nodes: Arc::new(Queue::new()),
-            },
-            leader,
-            events: Events::new(metrics.clone()).0,
-            metrics,
-            claims: Claims::default(),
-            agents: Agents::default(),
-            refusals: Refusals::default(),
-            written: Written::default(),
-            reservations: Reservations::default(),
-            told: Told::default(),
-            device_taints: DeviceTaints::default(),
-            leases: Leases::default(),
-            halted: watch::channel(None).0,
-            known,
-        };
         Self { ctx, writers, learnt, _leads: leads }
     }
 
