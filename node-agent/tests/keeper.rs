@@ -42,9 +42,7 @@ const UID: &str = "6b0f3c52-66f2-4a52-9f0e-0c1d2e3f4a5b";
 
 #[tokio::test]
 async fn what_is_reserved_is_held_and_what_is_released_is_free() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, _keeper, agent) = Node::start().opened().await;
     let idle = node.free();
 
     let wanted = 11 * GIB + 130 * MIB + 1;
@@ -78,9 +76,7 @@ async fn what_is_reserved_is_held_and_what_is_released_is_free() {
 
 #[tokio::test]
 async fn an_excess_is_taken_back() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, _keeper, agent) = Node::start().opened().await;
     agent.reserve(&node.uuid, GIB + 128 * MIB, GIB).await.unwrap();
     agent.release(&node.uuid, 128 * MIB, None).await.unwrap();
     // What is left has no smaller chunks than 128 MiB, or runs out of them soon.
@@ -95,9 +91,7 @@ async fn an_excess_is_taken_back() {
 
 #[tokio::test]
 async fn what_is_to_stay_free_stays_free() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, _keeper, agent) = Node::start().opened().await;
     let keep = 3 * GIB + 50 * MIB;
     let reserved = agent.reserve(&node.uuid, 1 << 50, keep).await.unwrap();
     assert_eq!(reserved.end, End::KeepFree, "{reserved:?}");
@@ -111,9 +105,7 @@ async fn what_is_to_stay_free_stays_free() {
 
 #[tokio::test]
 async fn each_instance_of_a_gpu_has_its_own_ballast() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, _keeper, agent) = Node::start().opened().await;
     for uuid in &node.instances {
         let reserved = agent.reserve(uuid, GIB, GIB).await.unwrap();
         assert_eq!((reserved.bytes, reserved.end), (GIB, End::Complete), "{uuid}: {reserved:?}");
@@ -131,9 +123,7 @@ async fn each_instance_of_a_gpu_has_its_own_ballast() {
 
 #[tokio::test]
 async fn a_dead_worker_takes_nothing_with_it() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, _keeper, agent) = Node::start().opened().await;
     agent.warm(&node.uuid).await.unwrap();
     let mut held = 0;
     for round in 0..20_u64 {
@@ -159,9 +149,7 @@ async fn a_dead_worker_takes_nothing_with_it() {
 
 #[tokio::test]
 async fn a_release_comes_before_a_reservation_under_way() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, _keeper, agent) = Node::start().opened().await;
     agent.reserve(&node.uuid, 10 * GIB, GIB).await.unwrap();
     node.slow(10);
     let reserve = agent.reserve(&node.uuid, 100 * GIB, GIB);
@@ -180,9 +168,7 @@ async fn a_release_comes_before_a_reservation_under_way() {
 
 #[tokio::test]
 async fn chunks_are_put_in_order_without_a_byte_let_go() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, _keeper, agent) = Node::start().opened().await;
     let mut held = agent.reserve(&node.uuid, 20 * GIB, GIB).await.unwrap().bytes;
     let count = async |size| {
         let status = agent.status().await.unwrap();
@@ -202,9 +188,7 @@ async fn chunks_are_put_in_order_without_a_byte_let_go() {
 
 #[tokio::test]
 async fn a_worker_that_is_kept_awake_takes_nothing_that_is_to_stay_free() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, _keeper, agent) = Node::start().opened().await;
     let keep_free = node.free() - 20 * GIB;
     let mut held = agent.reserve(&node.uuid, 20 * GIB, keep_free).await.unwrap().bytes;
     let edge = agent.status().await.unwrap().device(&node.uuid).unwrap().chunks[&128];
@@ -221,9 +205,7 @@ async fn a_worker_that_is_kept_awake_takes_nothing_that_is_to_stay_free() {
 
 #[tokio::test]
 async fn a_reservation_does_not_have_to_wait_for_a_worker_to_be_asked_for_again() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, _keeper, agent) = Node::start().opened().await;
     node.slow(100);
     let reserve = async {
         sleep(Duration::from_millis(20)).await;
@@ -236,9 +218,7 @@ async fn a_reservation_does_not_have_to_wait_for_a_worker_to_be_asked_for_again(
 
 #[tokio::test]
 async fn standing_down_closes_everything_soon_and_holds_nothing_until_off() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, keeper, agent) = Node::start().opened().await;
     agent.reserve(&node.uuid, 50 * GIB, GIB).await.unwrap();
     node.slow(5);
     let started = Instant::now();
@@ -391,9 +371,7 @@ async fn refill(node: &Node, agent: &Keeper) {
 
 #[tokio::test]
 async fn garbage_and_floods_harm_nobody() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, keeper, agent) = Node::start().opened().await;
     agent.reserve(&node.uuid, 5 * GIB, GIB).await.unwrap();
     let path = node.socket();
 
@@ -486,9 +464,7 @@ async fn what_an_earlier_agent_asked_for_is_not_taken_behind_the_next_ones_back(
 
 #[tokio::test]
 async fn what_is_held_outlives_the_agent() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, keeper, agent) = Node::start().opened().await;
     agent.reserve(&node.uuid, 5 * GIB, GIB).await.unwrap();
     drop(agent);
     sleep(Duration::from_millis(100)).await;
@@ -499,9 +475,7 @@ async fn what_is_held_outlives_the_agent() {
 
 #[tokio::test]
 async fn stored_descriptors_come_back_under_their_keys() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, _keeper, agent) = Node::start().opened().await;
     assert_eq!(agent.get("none").await.unwrap_err().reason(), Some(Reason::NotFound));
     let file = page(b"x");
     for bad in ["", "a b", &"k".repeat(200)] {
@@ -524,9 +498,7 @@ async fn stored_descriptors_come_back_under_their_keys() {
 
 #[tokio::test]
 async fn a_path_that_was_removed_is_made_again() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, keeper, agent) = Node::start().opened().await;
     agent.reserve(&node.uuid, GIB, 0).await.unwrap();
     fs::remove_file(node.socket()).unwrap();
     eventually("the socket", async || Keeper::connect(&node.socket()).await.is_ok()).await;
@@ -556,9 +528,7 @@ async fn a_probe_tells_what_the_keeper_of_this_container_is_at() {
 
 #[tokio::test]
 async fn a_malformed_frame_after_hello_ends_that_connection_alone() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, _keeper, agent) = Node::start().opened().await;
     let socket = Socket::connect(&node.socket()).unwrap();
     socket
         .send(&Request { id: 1, ask: Ask::Hello { version: VERSION, role: Role::Probe } }, &[])

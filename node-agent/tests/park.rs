@@ -76,9 +76,7 @@ async fn bring_back(keeper: &Keeper, node: &Node, free: u64) {
 
 #[tokio::test]
 async fn a_pod_goes_to_the_host_and_comes_back() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, _keeper, agent) = Node::start().opened().await;
     let idle = node.free();
     let _gpu = node.use_gpu(BYTES);
     assert_eq!(agent.status().await.unwrap().parking, Some(keeper_protocol::Parking::default()));
@@ -96,9 +94,7 @@ async fn a_pod_goes_to_the_host_and_comes_back() {
 
 #[tokio::test]
 async fn what_cannot_be_parked_stays_as_it_is_and_the_reason_is_told() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, _keeper, agent) = Node::start().opened().await;
     // A process that does not use the device at all.
     let moved = agent.park(ask(&node)).await.unwrap();
     assert_eq!(moved.state, ParkState::Running);
@@ -121,9 +117,7 @@ async fn what_cannot_be_parked_stays_as_it_is_and_the_reason_is_told() {
 
 #[tokio::test]
 async fn without_room_it_stays_parked_and_a_lost_process_is_told() {
-    let node = Node::start();
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, _keeper, agent) = Node::start().opened().await;
     let gpu = node.use_gpu(BYTES);
     assert_eq!(agent.park(ask(&node)).await.unwrap().state, ParkState::Parked);
     let idle = node.free();
@@ -148,9 +142,7 @@ async fn without_room_it_stays_parked_and_a_lost_process_is_told() {
 
 #[tokio::test]
 async fn a_worker_that_is_killed_anywhere_leaves_nothing_parked() {
-    let node = Node::start_as(SLOW);
-    let keeper = node.keeper().await;
-    let agent = keeper.connect().await;
+    let (node, keeper, agent) = Node::start_as(SLOW).opened().await;
     let idle = node.free();
     let _gpu = node.use_gpu(BYTES);
     for round in 0..8_u64 {

@@ -100,6 +100,16 @@ pub(crate) struct Around<'a> {
     pub(crate) now: Millis,
 }
 
+/// An act that is carried on: of which incident, what is known, and what it may change.
+struct Case<'a> {
+    uid: &'a Arc<str>,
+    incident: &'a GpuMemoryIncident,
+    around: Around<'a>,
+    acts: &'a mut Acts,
+    parks: &'a mut Parks,
+    effects: &'a mut Vec<Effect>,
+}
+
 /// What is to be done elsewhere.
 #[derive(Debug)]
 pub(crate) enum Effect {
@@ -139,7 +149,8 @@ impl Carries {
             let Some(uid) = incident.metadata.uid.as_deref() else { continue };
             there.insert(uid);
             if is_carried_here(incident) {
-                self.carry(&uid.into(), incident, around, acts, parks, &mut effects);
+                let uid = &uid.into();
+                self.carry(&mut Case { uid, incident, around, acts, parks, effects: &mut effects });
             }
         }
         // Somebody deleted it: what lasts is taken back all the same.
@@ -154,32 +165,26 @@ impl Carries {
         effects
     }
 
-    fn carry(
-        &mut self,
-        uid: &Arc<str>,
-        incident: &GpuMemoryIncident,
-        around: Around<'_>,
-        acts: &mut Acts,
-        parks: &mut Parks,
-        effects: &mut Vec<Effect>,
-    ) {
+    fn carry(&mut self, case: &mut Case<'_>) {
+        let (uid, incident) = (case.uid, case.incident);
         if !self.running.contains_key(uid) {
-            let Some(carry) = self.begin(uid, incident, around, parks, effects) else { return };
+            let Some(carry) = self.begin(case) else { return };
             self.running.insert(Arc::clone(uid), carry);
         }
         let Some(carry) = self.running.get_mut(uid) else { return };
         let before = carry.report.clone();
         let is_told = carry.report.as_ref() == stored(incident);
         match carry.stage {
-            Stage::Announced if is_told => carry.start(uid, incident, around, acts, parks, effects),
+            Stage::Announced if is_told => carry.start(case),
             Stage::Announced if !may_run(incident) => carry.undo("it was taken back before it was begun"),
-            Stage::Holding(since) => carry.hold(incident, since, around, acts),
-            Stage::Releasing if !acts.is_unready(&carry.pod.kubelet_uid) => {
+            Stage::Holding(since) => carry.hold(since, case),
+            Stage::Releasing if !case.acts.is_unready(&carry.pod.kubelet_uid) => {
                 carry.undo("the pod is ready again");
             }
-            Stage::Parking => carry.park(parks),
+            Stage::Parking => carry.park(case.parks),
             Stage::Parked
-                if parks.is_known() && parks.state(&carry.pod.kubelet_uid, &carry.device).is_none() =>
+                if case.parks.is_known()
+                    && case.parks.state(&carry.pod.kubelet_uid, &carry.device).is_none() =>
             {
                 carry.undo("its memory is back on the device");
             }
@@ -190,7 +195,7 @@ impl Carries {
             | Stage::Ending
             | Stage::Over => {}
         }
-        self.tell(uid, before.as_ref(), effects);
+        self.tell(uid, before.as_ref(), case.effects);
     }
 
     /// Tells people, and counts, what changed of an act.
@@ -202,14 +207,8 @@ impl Carries {
     }
 
     /// Whether an act is carried out here, and from where on.
-    fn begin(
-        &mut self,
-        uid: &Arc<str>,
-        incident: &GpuMemoryIncident,
-        around: Around<'_>,
-        parks: &Parks,
-        effects: &mut Vec<Effect>,
-    ) -> Option<Carry> {
+    fn begin(&mut self, case: &mut Case<'_>) -> Option<Carry> {
+        let (uid, incident, around) = (case.uid, case.incident, case.around);
         let spec = &incident.spec;
         let act = spec.proposed.action;
         let subject = spec.subject.as_ref()?;
@@ -229,7 +228,7 @@ impl Carries {
                 if around.world.paused(&pod.facts, around.release_namespace) || !around.binds {
                     return None;
                 }
-                let report = match may_begin(incident, pod, around, parks) {
+                let report = match may_begin(incident, pod, around, case.parks) {
                     Ok(what) => report(ActState::Begun, what),
                     Err(why) => report(ActState::Refused, why),
                 };
@@ -239,7 +238,7 @@ impl Carries {
                 let carry = carry(stage, Some(report.clone()));
                 if refused {
                     *self.counts.entry((act, ActState::Refused)).or_default() += 1;
-                    effects.push(Effect::Tell(notice(pod, act, &report)));
+                    case.effects.push(Effect::Tell(notice(pod, act, &report)));
                 }
                 Some(carry)
             }
@@ -251,12 +250,12 @@ impl Carries {
                     ActionType::Unready if may_run(incident) => carry(Stage::Holding(around.now), report),
                     // Its file is not renewed any more.
                     ActionType::Unready => carry(Stage::Releasing, report),
-                    ActionType::Park if !parks.is_known() => return None,
+                    ActionType::Park if !case.parks.is_known() => return None,
                     ActionType::Park if begun => carry(Stage::Parking, report),
                     ActionType::Park => carry(Stage::Parked, report),
                     _ if begun => {
                         if let Some(mains) = self.record.get(uid) {
-                            effects.push(Effect::Restart(restart::Order::End {
+                            case.effects.push(Effect::Restart(restart::Order::End {
                                 incident: Arc::clone(uid),
                                 pod: Arc::clone(&pod.kubelet_uid),
                                 mains: mains.to_vec(),
@@ -320,15 +319,8 @@ impl Carries {
 
 impl Carry {
     /// It is written that it begins.
-    fn start(
-        &mut self,
-        uid: &Arc<str>,
-        incident: &GpuMemoryIncident,
-        around: Around<'_>,
-        acts: &mut Acts,
-        parks: &mut Parks,
-        effects: &mut Vec<Effect>,
-    ) {
+    fn start(&mut self, case: &mut Case<'_>) {
+        let Case { uid, incident, around, acts, parks, effects } = case;
         // Looked at again just before: the operator may have ended it meanwhile.
         if !may_run(incident) {
             return self.undo("it was taken back before it was begun");
@@ -342,7 +334,7 @@ impl Carry {
                 acts.set_unready(&pod, true);
                 self.stage = Stage::Holding(around.now);
             }
-            ActionType::Park => match may_park(incident, &self.pod, around, parks) {
+            ActionType::Park => match may_park(incident, &self.pod, *around, parks) {
                 Ok(bytes) => {
                     let device = Arc::clone(&self.device);
                     match parks.park(&pod, &device, bytes, |order| effects.push(Effect::Keeper(order))) {
@@ -353,7 +345,7 @@ impl Carry {
                 Err(why) => self.fail(why),
             },
             _ => {
-                let containers = containers(&self.pod, &self.device, around);
+                let containers = containers(&self.pod, &self.device, *around);
                 self.stage = Stage::Finding;
                 effects.push(Effect::Restart(restart::Order::Find {
                     incident: Arc::clone(uid),
@@ -366,7 +358,8 @@ impl Carry {
     }
 
     /// Keeps the pod unready while its reason lasts.
-    fn hold(&mut self, incident: &GpuMemoryIncident, since: Millis, around: Around<'_>, acts: &mut Acts) {
+    fn hold(&mut self, since: Millis, case: &mut Case<'_>) {
+        let Case { incident, around, acts, .. } = case;
         let pod = &self.pod.kubelet_uid;
         let seen = see(&incident.spec, around.devices, around.world, None, around.hosts, &mut None);
         let over = !matches!(seen, Some((ObservationState::Recovered | ObservationState::Gone, _)));

@@ -114,6 +114,13 @@ impl Node {
         Self { directory, gpu, simulator: Mutex::new(client), uuid, instances }
     }
 
+    /// With a keeper that holds, and an agent that is connected to it.
+    pub(crate) async fn opened(self) -> (Self, KeeperProcess, Keeper) {
+        let keeper = self.keeper().await;
+        let agent = keeper.connect().await;
+        (self, keeper, agent)
+    }
+
     fn state(&self) -> gpusim::protocol::State {
         self.simulator.lock().unwrap().show().unwrap()
     }
