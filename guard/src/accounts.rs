@@ -7,7 +7,7 @@ use highwater_guard_abi::charge::{Charge, DRIVER_GRANULE, UNIT, Units};
 use highwater_guard_abi::page::{DeviceQuota, Managed, QuotaView, UsagePage};
 use highwater_guard_abi::wire::{NotGrantedReason, RefusedReason};
 
-use crate::client::{self, Agent, Answer};
+use crate::client::{self, Answer};
 use crate::state::{Device, State};
 use crate::sys::{self, Guard, MILLISECOND, Moment, Zeroed};
 use crate::{graphs, pools, virtual_memory};
@@ -235,7 +235,8 @@ pub(crate) fn uncharge(state: &'static State, device: &Device, bytes: u64) {
 pub(crate) fn charge_context(state: &'static State, device: &Device) -> Result<(), Refused> {
     let deadline = sys::now().saturating_add(PATIENCE);
     if state.accounts.lock().pages().is_none() {
-        admit_without_pages(state)?;
+        // Without them it is counted, and charged when they come.
+        let _here = client::await_agent(state);
     }
     let bytes = {
         let accounts = fresh(state);
@@ -286,14 +287,6 @@ pub(crate) fn uncharge_context(state: &'static State, device: &Device) {
     uncharge(state, device, bytes);
 }
 
-/// What to do where there is no agent: wait a while, once; then what the volume says.
-fn admit_without_pages(state: &'static State) -> Result<(), Refused> {
-    match client::await_agent(state) {
-        Agent::Here | Agent::AwayButOpen => Ok(()),
-        Agent::AwayAndStrict => Err(Refused),
-    }
-}
-
 #[cold]
 fn charge_slowly(
     state: &'static State,
@@ -308,17 +301,15 @@ fn charge_slowly(
     loop {
         match next {
             Attempt::Granted => return Ok(()),
-            Attempt::NoPages => match client::await_agent(state) {
-                Agent::Here => {}
-                Agent::AwayButOpen => {
+            Attempt::NoPages => {
+                if !client::await_agent(state) {
                     let accounts = state.accounts.lock();
                     if accounts.pages().is_none() {
                         count(device, bytes);
                         return Ok(());
                     }
                 }
-                Agent::AwayAndStrict => return Err(Refused),
-            },
+            }
             Attempt::OverLimit if !reclaimed => {
                 // What pools and graphs have given back since is not known yet.
                 reclaimed = true;

@@ -16,7 +16,7 @@ use highwater_guard_abi::wire::{
 };
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
-use rustix::fs::{Access, Mode, OFlags};
+use rustix::fs::Access;
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, SocketAddrUnix,
@@ -78,8 +78,6 @@ pub(crate) struct Client {
     next_try: Moment,
     /// What the agent was told of [`WEAKNESSES`].
     told: u32,
-    /// 1 once it is known that the volume says "strict", 2 if it does not.
-    strict: u32,
     /// A bit for each device of the quota page on which the agent asked for a trim.
     trims: u32,
     inbox: [Inbox; ANSWERS],
@@ -94,17 +92,6 @@ static WEAKNESSES: AtomicU32 = AtomicU32::new(0);
 /// The socket that this process, or the parent that it was forked from, has open: number and inode.
 static OPENED: AtomicI32 = AtomicI32::new(-1);
 static OPENED_INODE: AtomicU64 = AtomicU64::new(0);
-
-/// Whether there is an agent.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Agent {
-    /// There are pages.
-    Here,
-    /// There are none, and memory is to be had without.
-    AwayButOpen,
-    /// There are none, and no memory is to be had without.
-    AwayAndStrict,
-}
 
 /// How a question for more memory ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -332,14 +319,6 @@ impl Client {
         let reason = NotGrantedReason::ALL.get(position).copied().unwrap_or(NotGrantedReason::NoMemory);
         Some(Answer::Refused(reason))
     }
-
-    /// Whether the volume says that no memory is to be had without an agent.
-    fn is_strict(&mut self) -> bool {
-        if self.strict == 0 {
-            self.strict = if mode_is_strict() { 1 } else { 2 };
-        }
-        self.strict == 1
-    }
 }
 
 #[link(name = "c")]
@@ -394,17 +373,6 @@ fn version() -> [u8; 16] {
         *place = byte;
     }
     version
-}
-
-fn mode_is_strict() -> bool {
-    let Some(path) = Path::beside_library(b"/mode") else { return false };
-    let Some(path) = path.as_c_str() else { return false };
-    let Ok(file) = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) else {
-        return false;
-    };
-    let mut text = [0_u8; 64];
-    let length = rustix::io::read(&file, &mut text).unwrap_or(0);
-    text.get(..length).unwrap_or_default().windows(6).any(|word| word == b"strict")
 }
 
 /// A socket that is connected to whoever listens beside the library.
@@ -518,23 +486,21 @@ fn is_mps_client() -> bool {
 }
 
 /// Waits for the agent: the first time up to two seconds, later not at all, but one is looked for
-/// once a second.
-pub(crate) fn await_agent(state: &'static State) -> Agent {
+/// once a second. Whether there are pages then: without, memory is to be had unguarded.
+pub(crate) fn await_agent(state: &'static State) -> bool {
     let began = sys::now();
     let client = state.client.lock_until(began.saturating_add(PATIENCE));
     if has_pages(state) {
-        return Agent::Here;
+        return true;
     }
-    let Some(mut client) = client else {
-        // Another thread is waiting still.
-        return if mode_is_strict() { Agent::AwayAndStrict } else { Agent::AwayButOpen };
-    };
+    // Else another thread is waiting still.
+    let Some(mut client) = client else { return false };
     let deadline = if client.waited == 0 { began.saturating_add(PATIENCE) } else { began };
     if client.waited == 0 || began >= client.next_try {
         loop {
             let patience = deadline.max(sys::now().saturating_add(REFRESH_PATIENCE));
             if client.connect(state, patience).is_ok() {
-                return Agent::Here;
+                return true;
             }
             if sys::now().saturating_add(PAUSE) >= deadline {
                 break;
@@ -544,7 +510,7 @@ pub(crate) fn await_agent(state: &'static State) -> Agent {
         client.waited = 1;
         client.next_try = sys::now().saturating_add(RETRY);
     }
-    if client.is_strict() { Agent::AwayAndStrict } else { Agent::AwayButOpen }
+    false
 }
 
 /// Does what the agent has asked for since the last look, if anything. Takes no longer than reading the

@@ -159,10 +159,6 @@ impl Volume<'_> {
         self.path.join("run/agent.sock")
     }
 
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-
     pub(crate) fn library(&self) -> PathBuf {
         self.path.join("libhighwater-guard.so")
     }

@@ -92,23 +92,6 @@ fn without_an_agent_memory_is_to_be_had_after_a_while_and_is_charged_once_one_co
 }
 
 #[test]
-fn a_strict_volume_without_an_agent_gives_no_memory() {
-    let host = Host::start();
-    let volume = host.volume("pod");
-    std::fs::write(volume.path().join("mode"), "strict\n").unwrap();
-    let mut program = volume.program();
-    program.succeed(&["init"]);
-    assert_eq!(program.ask("retain"), REFUSED);
-    let began = Instant::now();
-    assert_eq!(program.ask("create a 2M"), REFUSED);
-    assert!(began.elapsed() < Duration::from_secs(1));
-    let agent = Agent::start(&volume.socket(), &[host.quota(0, LIMIT)]);
-    std::thread::sleep(Duration::from_millis(1100));
-    program.succeed(&["retain", "alloc a 64M"]);
-    assert_eq!(agent.charged(), CONTEXT + 64 * MIB);
-}
-
-#[test]
 fn an_agent_that_is_late_is_waited_for() {
     let host = Host::start();
     let volume = host.volume("pod");
