@@ -10,7 +10,7 @@ import time
 import driver_cases
 import torch_cases
 from common import (
-    GIB, INTERVAL, MIB, NOISE, ROUND, Failed, Page, Reader, by_pod, mib, until,
+    GIB, INTERVAL, MIB, NAMESPACE, NOISE, ROUND, Failed, Page, Reader, by_pod, mib, until,
 )
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -161,7 +161,8 @@ def cases(report, cluster, guarded, plain, names, quota):
     except Failed:
         holds = False
     page = Page()
-    refusals = [page.of(names[app], "highwater_guard_refusals_total") for app in guarded]
+    refusals = [int(page.all("highwater_guard_refusals_total", namespace=NAMESPACE, pod=names[app]) or 0)
+                for app in guarded]
     report.claim(holds, "guard: nothing is left charged when its processes end",
                  f"charged {left()}; refusals that guards told of: {refusals}")
 

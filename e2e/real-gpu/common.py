@@ -2,6 +2,7 @@
 
 import bisect
 import json
+import math
 import os
 import re
 import shutil
@@ -66,6 +67,30 @@ def mib(size):
 # --- what the agent says ------------------------------------------------------------------------
 
 
+class Counted:
+    """What a histogram has counted: how many were at most so long, and how long all took together, in seconds."""
+
+    def __init__(self, upto, total):
+        self.upto, self.total = upto, total
+
+    def __sub__(self, before):
+        upto = {bound: count - before.upto.get(bound, 0) for bound, count in self.upto.items()}
+        return Counted(upto, self.total - before.total)
+
+    @property
+    def count(self):
+        return int(max(self.upto.values(), default=0))
+
+    @property
+    def mean(self):
+        return self.total / self.count if self.count else math.inf
+
+    def within(self, share):
+        """What so large a share took at most: the upper bound of a bucket. Infinite if nothing was counted."""
+        enough = [bound for bound, count in self.upto.items() if count and count >= share * self.count]
+        return min(enough, default=math.inf)
+
+
 class Page:
     """One scrape of the agent's metrics."""
 
@@ -90,6 +115,21 @@ class Page:
             if all(have.get(key) == wanted for key, wanted in labels.items()):
                 return value
         return None
+
+    def all(self, name, **labels):
+        """The sum over every series with these labels; None if there is none."""
+        found = [value for have, value in self.series.get(name, [])
+                 if all(have.get(key) == wanted for key, wanted in labels.items())]
+        return sum(found) if found else None
+
+    def histogram(self, name, **labels):
+        """What a histogram has counted."""
+        upto = {}
+        for have, count in self.series.get(name + "_bucket", []):
+            if all(have.get(key) == wanted for key, wanted in labels.items()):
+                bound = float(have["le"])
+                upto[bound] = upto.get(bound, 0) + count
+        return Counted(upto, self.all(name + "_sum", **labels) or 0)
 
     def buckets(self):
         return {labels["bucket"]: int(value) for labels, value in
