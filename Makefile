@@ -12,7 +12,7 @@ UP ?=
 ARGS ?=
 
 .PHONY: help demo test e2e fleet up down images install uninstall status kubectl check generate \
-	bench-agent bench-decide bench-guard bench-leaks bench-plan bench-pool bench-reaction bench-simulate fuzz
+	sanitize bench-agent bench-decide bench-guard bench-leaks bench-plan bench-pool bench-reaction bench-simulate fuzz
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -84,6 +84,10 @@ bench-leaks: ## Measure how early leaks are found and what else is taken for one
 
 bench-simulate: ## Measure how fast recorded series are replayed, and what that holds
 	cargo bench --quiet --package highwater-cli --bench simulate
+
+sanitize: ## Run the tests of what has unsafe code, and can, under the address sanitizer
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address ASAN_OPTIONS=detect_leaks=0 cargo test --quiet \
+		--target x86_64-unknown-linux-gnu --package highwater-guard-abi --package highwater-gpu
 
 # So many inputs for each target, or so many seconds.
 FUZZ_INPUTS ?= 10000000
