@@ -52,7 +52,11 @@ pub(crate) struct Args {
     #[arg(long, env = "HIGHWATER_PROC_ROOT", default_value = "/proc")]
     pub(crate) proc_root: PathBuf,
 
-    /// Root of the host's cgroup tree.
+    /// Give limits to drivers that keep them by themselves, on the cgroups of pods.
+    #[arg(long, env = "HIGHWATER_KERNEL_LIMITS", default_value_t = true, action = clap::ArgAction::Set)]
+    pub(crate) kernel_limits: bool,
+
+    /// Root of the host's cgroup tree, to set the driver's limits in.
     #[arg(long, env = "HIGHWATER_CGROUP_ROOT", default_value = "/sys/fs/cgroup")]
     pub(crate) cgroup_root: PathBuf,
 
@@ -63,12 +67,16 @@ pub(crate) struct Args {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
+    use clap::{CommandFactory, Parser};
 
     use super::*;
 
     #[test]
     fn the_arguments_are_consistent() {
         Args::command().debug_assert();
+        let common = ["agent", "--node-name=n", "--namespace=hw"];
+        assert!(Args::parse_from(common).kernel_limits);
+        let without = common.into_iter().chain(["--kernel-limits=false"]);
+        assert!(!Args::parse_from(without).kernel_limits);
     }
 }

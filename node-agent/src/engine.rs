@@ -6,7 +6,7 @@
 //! reason was seen. What is for the API server is handed over as jobs.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
@@ -17,7 +17,7 @@ use highwater_crds::{
 };
 use highwater_guard_abi::{
     page::DeviceQuota,
-    wire::{NotGrantedReason, STRENGTH_PRELOAD_HIDDEN, ToGuard},
+    wire::{NotGrantedReason, ToGuard},
 };
 use highwater_policy::{
     episode,
@@ -127,8 +127,8 @@ pub(crate) struct Setup {
     pub(crate) proc_root: PathBuf,
     /// There is to be a keeper.
     pub(crate) keeper: bool,
-    /// The node has cgroup v2, whose limits the driver may set.
-    pub(crate) cgroup2: bool,
+    /// Whether the driver may set limits on the node's cgroups; else why not.
+    pub(crate) cgroups: Result<(), StrengthReason>,
     /// Host memory can be read, by cgroup v2.
     pub(crate) host_memory: bool,
     /// How long guards' questions take.
@@ -205,7 +205,7 @@ impl Engine {
         submit: impl FnMut(Job) + 'static,
         order: impl FnMut(Order) + 'static,
     ) -> prometheus::Result<Self> {
-        let Setup { node, release_namespace, state_dir, proc_root, keeper, cgroup2, host_memory, grants } =
+        let Setup { node, release_namespace, state_dir, proc_root, keeper, cgroups, host_memory, grants } =
             setup;
         let mut cache = Cache::new(&state_dir);
         let (started, wall) = clock();
@@ -246,7 +246,7 @@ impl Engine {
             wards: Wards::default(),
             pools: Pools::new(&state_dir, &proc_root, keeper),
             limits: Limits::default(),
-            ability: Ability { driver: false, cgroup2 },
+            ability: Ability { driver: false, cgroups },
             base: Steady::default(),
             stood_down: false,
             swept: false,
@@ -540,17 +540,11 @@ impl Engine {
                     (self.submit)(Job::Tell(Notice::warning(pod, "GuardGarbage", "Guard", note)));
                 }
             }
-            News::Weakness { pod, flags, .. } => {
-                let anywhere: Arc<str> = "".into();
-                if flags & STRENGTH_PRELOAD_HIDDEN != 0
-                    && let Some(pod) = self.world.pods.get(&pod)
-                    && self.told.is_news(&pod.kubelet_uid, &anywhere, "preload", now)
-                {
-                    let note = "the image has an /etc/ld.so.preload of its own, which the guard's hides: give its lines in the annotation guard.highwater.dev/preload".to_owned();
-                    (self.submit)(Job::Tell(Notice::warning(pod, "PreloadHidden", "Guard", note)));
-                }
-            }
-            News::Joined { .. } | News::Left { .. } | News::Incompatible { .. } | News::Inspected { .. } => {}
+            News::Joined { .. }
+            | News::Left { .. }
+            | News::Weakness { .. }
+            | News::Incompatible { .. }
+            | News::Inspected { .. } => {}
         }
     }
 
@@ -753,12 +747,27 @@ impl Engine {
             urgent |= self.account_and_decide(sampled, now);
         }
         self.write_pages();
+        self.audit(now);
         self.base.step((self.base_strength(now), None), now);
         self.measured = self.measured.or(Some(now));
         self.last_pass = Some((now, pass.wall));
         self.conclude(now, pass.wall);
         if urgent {
             self.publish_node(now, pass.wall);
+        }
+    }
+
+    /// Looks whether the pages of guarded pods are what their guards have made them.
+    fn audit(&mut self, now: Millis) {
+        for (pod, device, bytes) in self.wards.audit(now) {
+            warn!(pod = pod.facts.name, namespace = pod.facts.namespace, %device, bytes, "a guard's page does not add up");
+            if self.told.is_news(&pod.kubelet_uid, &device, "page", now) {
+                let note = format!(
+                    "the total in the page of its guards is {} away from what they charged on {device}: a process of it has written there past its guard. Its own account is wrong, nobody else's; a restart mends it",
+                    ByteSize(bytes).rounded(),
+                );
+                (self.submit)(Job::Tell(Notice::warning(&pod, "GuardPageFalsified", "Guard", note)));
+            }
         }
     }
 
@@ -1076,11 +1085,16 @@ impl Engine {
     /// What is known of the node.
     fn facts(&self, watch: Watch) -> Facts {
         let (mut over, mut below, mut oversized) = (Vec::new(), Vec::new(), Vec::new());
+        // By pod, which may use several devices.
+        let mut uncovered = BTreeSet::new();
         for (device, rules) in &self.devices {
             for tenant in &rules.tenants {
                 let facts = &tenant.pod.facts;
                 if tenant.oversized {
                     oversized.push(format!("{}/{}", facts.namespace, facts.name));
+                }
+                if tenant.steady.told().1 == Some(StrengthReason::Uncovered) {
+                    uncovered.insert(format!("{}/{}", facts.namespace, facts.name));
                 }
                 let quota = rules.enforced_quota(tenant).filter(|_| self.binds);
                 if let (Some(quota), (active, Some(reason))) = (quota, tenant.steady.told()) {
@@ -1132,6 +1146,7 @@ impl Engine {
             over,
             below,
             oversized,
+            uncovered: uncovered.into_iter().collect(),
             base_strength: self.base.told().0,
             no_cgroup_v2: self.asks_for_host_memory() && !self.host_memory,
         }
@@ -1143,7 +1158,10 @@ impl Engine {
             return Strength::Observe;
         }
         let all = |holds: &dyn Fn(&Device) -> bool| self.devices.iter().all(|(device, _)| holds(device));
-        if all(&|device| self.ability.on(device.partition()).is_ok()) {
+        let layers = self.plan.iter().flat_map(|plan| &plan.spec.layers);
+        let enforced = layers.filter(|layer| layer.mode == Mode::Enforce);
+        let wanted = quota::wants_kernel_limits(enforced.flat_map(|layer| &layer.quotas));
+        if wanted && all(&|device| self.ability.on(device.partition()).is_ok()) {
             Strength::Kernel
         } else if all(&|device| self.pools.is_held(&device.uuid, now)) {
             Strength::Reservation
@@ -1433,7 +1451,7 @@ mod tests {
                 state_dir: root.path().into(),
                 proc_root: "/proc".into(),
                 keeper: false,
-                cgroup2: false,
+                cgroups: Err(StrengthReason::NoCgroupV2),
                 host_memory: true,
                 grants: crate::metrics::grant_durations("n1").unwrap(),
             };

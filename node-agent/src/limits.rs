@@ -63,8 +63,8 @@ pub(crate) enum Failure {
 pub(crate) struct Ability {
     /// The driver has the calls.
     pub(crate) driver: bool,
-    /// The node has cgroup v2.
-    pub(crate) cgroup2: bool,
+    /// The agent may set limits on cgroups, and the node has those that it takes; else why not.
+    pub(crate) cgroups: Result<(), StrengthReason>,
 }
 
 impl Ability {
@@ -74,10 +74,8 @@ impl Ability {
             Err(StrengthReason::NoKernelLimits)
         } else if partition == Partition::Mig {
             Err(StrengthReason::KernelLimitsMig)
-        } else if !self.cgroup2 {
-            Err(StrengthReason::NoCgroupV2)
         } else {
-            Ok(())
+            self.cgroups
         }
     }
 }
@@ -373,11 +371,12 @@ mod tests {
 
     #[test]
     fn what_the_node_lacks_has_its_name() {
-        let all = Ability { driver: true, cgroup2: true };
+        let all = Ability { driver: true, cgroups: Ok(()) };
         assert_eq!(all.on(Partition::Whole), Ok(()));
         assert_eq!(all.on(Partition::Mig), Err(StrengthReason::KernelLimitsMig));
-        let v1 = Ability { cgroup2: false, ..all };
-        assert_eq!(v1.on(Partition::Whole), Err(StrengthReason::NoCgroupV2));
+        for why in [StrengthReason::NoCgroupV2, StrengthReason::KernelLimitsDisabled] {
+            assert_eq!(Ability { cgroups: Err(why), ..all }.on(Partition::Whole), Err(why));
+        }
         let old = Ability { driver: false, ..all };
         assert_eq!(old.on(Partition::Whole), Err(StrengthReason::NoKernelLimits));
     }

@@ -16,6 +16,7 @@ use crate::{
     account::Device,
     act::{carry::Carries, hooks::Hooks, parks::Parks},
     decide::{Rules, Tenant},
+    guard::Refusal,
     hosts::Hosts,
     pools::Pools,
     wards::{Keeper, Wards},
@@ -48,6 +49,7 @@ pub(crate) struct Metrics {
     pod_difference: IntGaugeVec,
     pod_guards: IntGaugeVec,
     pod_refusals: IntCounterVec,
+    pod_misaccounted: IntGaugeVec,
     pool_size: IntGaugeVec,
     pool_ballast: IntGaugeVec,
     pool_short: IntGaugeVec,
@@ -126,8 +128,11 @@ pub(crate) struct Gauges {
 /// # Errors
 /// Fails where the name is not one of a metric.
 pub(crate) fn grant_durations(node: &str) -> prometheus::Result<HistogramVec> {
-    const BUCKETS: [f64; 14] =
-        [0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0];
+    // 3 ms is the goal for 1 GiB.
+    const BUCKETS: [f64; 16] = [
+        0.0001, 0.000_25, 0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0,
+        10.0,
+    ];
     let opts = Opts::new(
         "highwater_grant_duration_seconds",
         "Time from a guard's question for more memory until it was answered.",
@@ -207,8 +212,8 @@ impl Metrics {
             )?,
             pod_strength: make.gauges(
                 "highwater_pod_strength_info",
-                "How firmly a pod's quota is enforced on a device: always 1.",
-                &["namespace", "pod", "device", "strength"],
+                "How firmly a pod's quota is enforced on a device, and why no more firmly: always 1.",
+                &["namespace", "pod", "device", "strength", "reason"],
             )?,
             pod_below: make.gauges(
                 "highwater_pod_strength_below_minimum",
@@ -242,7 +247,12 @@ impl Metrics {
             )?,
             pod_refusals: make.counters(
                 "highwater_guard_refusals_total",
-                "Allocations that a pod's guards refused, as far as they said so.",
+                "Allocations that a pod's guards refused, as far as they said so, by why.",
+                &["namespace", "pod", "device", "reason"],
+            )?,
+            pod_misaccounted: make.gauges(
+                "highwater_pod_guard_misaccounted_bytes",
+                "How far the total in the page of a pod's guards is from the sum of what they charged there.",
                 POD,
             )?,
             pool_size: make.gauges(
@@ -424,7 +434,9 @@ impl Metrics {
         let pod = [facts.namespace.as_str(), facts.name.as_str(), device.label.as_str()];
         let [namespace, name, label] = pod;
         let (strength, reason) = tenant.strength;
-        set(&self.pod_strength, &[namespace, name, label, &format!("{strength:?}")], Some(1));
+        // Nothing is stronger than a strength without a reason.
+        let why = reason.map(|reason| format!("{reason:?}")).unwrap_or_default();
+        set(&self.pod_strength, &[namespace, name, label, &format!("{strength:?}"), &why], Some(1));
         let asked =
             rules.enforced_quota(tenant).filter(|_| shown.binds).and_then(|quota| quota.asked.as_ref());
         if let (Some(asked), Some(reason)) = (asked, reason)
@@ -447,7 +459,11 @@ impl Metrics {
         {
             self.pod_difference.with_label_values(&[namespace, name, label, part]).set(bytes);
         }
-        self.pod_refusals.with_label_values(&pod).inc_by(ward.refused(ordinal));
+        for reason in Refusal::ALL {
+            let labels = [namespace, name, label, reason.as_str()];
+            self.pod_refusals.with_label_values(&labels).inc_by(ward.refused(ordinal, reason));
+        }
+        set(&self.pod_misaccounted, &pod, ward.misaccounted(ordinal));
     }
 
     fn show_device(&self, device: &Device, rules: &Rules, driver: &str) {
@@ -566,6 +582,7 @@ impl Metrics {
             &self.pod_charged,
             &self.pod_difference,
             &self.pod_guards,
+            &self.pod_misaccounted,
             &self.pool_size,
             &self.pool_ballast,
             &self.pool_short,

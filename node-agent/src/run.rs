@@ -7,6 +7,7 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use highwater_crds::StrengthReason;
 use jiff::Timestamp;
 use kube::{Client, Config};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -61,6 +62,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         listen,
         proc_root,
         keeper_socket,
+        kernel_limits,
         cgroup_root,
         host_memory_root,
     } = args;
@@ -93,7 +95,13 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         state_dir,
         proc_root: proc_root.clone(),
         keeper: has_keeper,
-        cgroup2: host::is_unified(&cgroup_root),
+        cgroups: if !kernel_limits {
+            Err(StrengthReason::KernelLimitsDisabled)
+        } else if host::is_unified(&cgroup_root) {
+            Ok(())
+        } else {
+            Err(StrengthReason::NoCgroupV2)
+        },
         host_memory,
         grants,
     };

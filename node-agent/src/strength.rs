@@ -32,6 +32,9 @@ pub(crate) enum Guarded {
     Expected,
     /// Every process that holds something there charges through a guard.
     All,
+    /// They do, and one of them has looked up functions that its guard does not cover. What those may
+    /// give is found by comparison with the driver, and nothing was.
+    Uncovered,
     /// Some do not: why.
     Not(StrengthReason),
 }
@@ -48,6 +51,9 @@ pub(crate) fn of(grounds: Grounds) -> Verdict {
     let no_guard = match (grounds.opted_in, grounds.guard) {
         (GuardOptIn::No | GuardOptIn::Asked, _) => StrengthReason::NotOptedIn,
         (GuardOptIn::Volume, Guarded::Not(reason)) => reason,
+        (GuardOptIn::Volume, Guarded::Uncovered) => {
+            return (Strength::Guard, Some(StrengthReason::Uncovered));
+        }
         (GuardOptIn::Volume, Guarded::All | Guarded::Expected) => {
             return (Strength::Guard, Some(no_kernel));
         }
@@ -121,6 +127,7 @@ mod tests {
     fn every_rung_has_a_reason_why_it_is_not_the_next() {
         use StrengthReason::{
             GuardNotConnected, KeeperAway, Mps, NoKernelLimits, NoPlan, NoPool, NotOptedIn, OutsideGuard,
+            Uncovered,
         };
         let volume = Grounds { opted_in: GuardOptIn::Volume, ..WEAKEST };
         let pool = Grounds { pool: Ok(()), ..WEAKEST };
@@ -133,6 +140,7 @@ mod tests {
             (pool, (Strength::Reservation, Some(NotOptedIn))),
             (volume, (Strength::Guard, Some(NoKernelLimits))),
             (Grounds { guard: Guarded::All, ..volume }, (Strength::Guard, Some(NoKernelLimits))),
+            (Grounds { guard: Guarded::Uncovered, ..volume }, (Strength::Guard, Some(Uncovered))),
             (Grounds { guard: Guarded::Not(OutsideGuard), ..volume }, observe(OutsideGuard)),
             (
                 Grounds { guard: Guarded::Not(Mps), pool: Ok(()), ..volume },

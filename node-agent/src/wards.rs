@@ -13,8 +13,9 @@ use std::{
 use highwater_crds::{ByteSize, ManagedMemory, StrengthReason};
 use highwater_guard_abi::{
     AGENT_SLOT, MAX_DEVICES,
+    charge::Audit,
     page::{DeviceQuota, Managed},
-    wire::{STRENGTH_MPS, STRENGTH_STOPPED},
+    wire::{STRENGTH_MPS, STRENGTH_STOPPED, STRENGTH_UNCOVERED},
 };
 use highwater_policy::{
     ledger::{Charge, Holder},
@@ -26,7 +27,7 @@ use tracing::{debug, info, warn};
 
 use crate::{
     engine::Order,
-    guard::{self, News, Pages},
+    guard::{self, News, Pages, Refusal},
     link,
     strength::Guarded,
     world::{Pod, World},
@@ -55,6 +56,8 @@ const OWN_GROWTH: u64 = ByteSize::GI;
 const CORRECTED_FROM: u64 = 64 * ByteSize::KI;
 /// For so many samples a process must rest before its context is taken to be made.
 const MADE: u32 = 5;
+/// How often the totals in pages are compared with what their slots hold, in milliseconds.
+const AUDIT_EVERY: u64 = 10_000;
 /// What a context may be learned to take.
 const CONTEXT: std::ops::RangeInclusive<u64> = 16 * ByteSize::MI..=4 * ByteSize::GI;
 
@@ -64,6 +67,8 @@ pub(crate) struct Wards {
     wards: BTreeMap<Arc<str>, Ward>,
     /// What a context was seen to take, by the UUID of the device.
     contexts: HashMap<Arc<str>, u64>,
+    /// When pages were last audited.
+    audited: Millis,
 }
 
 /// A guarded pod.
@@ -97,6 +102,27 @@ pub(crate) struct Ward {
     wants: BTreeSet<Arc<str>>,
     /// What was seen of each device at the last sample, by ordinal.
     views: Vec<View>,
+    /// What came of comparing the totals in its page with what its slots hold, by ordinal.
+    audits: Vec<Audited>,
+}
+
+/// What came of comparing a total with the sum that it ought to be.
+#[derive(Clone, Copy, Debug, Default)]
+struct Audited {
+    /// They differed at the last look.
+    differs: bool,
+    /// By how much, once they differed twice in a row.
+    told: Option<u64>,
+}
+
+impl Audited {
+    /// Takes in a look. True where a difference has just become certain.
+    fn look(&mut self, audit: Audit) -> bool {
+        let difference = audit.charged.abs_diff(audit.sum);
+        let again = std::mem::replace(&mut self.differs, difference > 0) && difference > 0;
+        let before = self.told.replace(if again { difference } else { 0 });
+        again && before.is_none_or(|before| before == 0)
+    }
 }
 
 /// A process that charges through a guard.
@@ -435,6 +461,24 @@ impl Wards {
         }
     }
 
+    /// Compares the totals in all pages with what their slots hold, if it is time. Returns the pods and
+    /// devices where they have come to differ, which only writes past the guard can bring about.
+    pub(crate) fn audit(&mut self, now: Millis) -> Vec<(Arc<Pod>, Arc<str>, u64)> {
+        if now.since(self.audited) < AUDIT_EVERY {
+            return Vec::new();
+        }
+        self.audited = now;
+        let mut found = Vec::new();
+        for ward in self.wards.values_mut() {
+            for ordinal in ward.audit() {
+                if let (Some(device), Some(bytes)) = (ward.devices.get(ordinal), ward.misaccounted(ordinal)) {
+                    found.push((Arc::clone(&ward.pod), Arc::clone(device), bytes));
+                }
+            }
+        }
+        found
+    }
+
     /// Writes what a pod may have on a device.
     pub(crate) fn write(&mut self, pod: &str, ordinal: usize, quota: DeviceQuota) {
         let Some(ward) = self.wards.get_mut(pod) else { return };
@@ -498,6 +542,7 @@ impl Ward {
             corrections: BTreeMap::new(),
             wants: BTreeSet::new(),
             views: Vec::new(),
+            audits: Vec::new(),
         }
     }
 
@@ -554,9 +599,26 @@ impl Ward {
         self.pages.as_ref().map_or(0, |pages| pages.tally.garbage.load(Ordering::Relaxed))
     }
 
-    /// Allocations that its guards refused on a device.
-    pub(crate) fn refused(&self, ordinal: usize) -> u64 {
-        self.pages.as_ref().map_or(0, |pages| pages.tally.refused(ordinal))
+    /// Allocations that its guards refused on a device, for this reason.
+    pub(crate) fn refused(&self, ordinal: usize, why: Refusal) -> u64 {
+        self.pages.as_ref().map_or(0, |pages| pages.tally.refused(ordinal, why))
+    }
+
+    /// How far the total in its page is from the sum of its slots on a device, in bytes, as last seen
+    /// twice in a row. `None` before the first look.
+    pub(crate) fn misaccounted(&self, ordinal: usize) -> Option<u64> {
+        self.audits.get(ordinal)?.told
+    }
+
+    /// Compares the totals in its page with what its slots hold. Returns the ordinals where they have come
+    /// to differ.
+    fn audit(&mut self) -> Vec<usize> {
+        let Some(pages) = self.pages.clone() else { return Vec::new() };
+        self.audits.resize(self.devices.len(), Audited::default());
+        let looks = self.audits.iter_mut().enumerate();
+        looks
+            .filter_map(|(ordinal, audited)| audited.look(pages.usage.audit(ordinal)?).then_some(ordinal))
+            .collect()
     }
 
     fn begin(&mut self) {
@@ -618,6 +680,7 @@ impl Ward {
         self.served.filter(|served| now.since(*served) >= unknown_for)?;
         let estimate = self.written.get(ordinal).map_or(DEFAULT_CONTEXT, |written| written.context);
         let (mut view, mut reason, mut corrections) = (View::default(), None, Vec::new());
+        let mut uncovered = false;
         let mut seen: Option<u64> = None;
         self.former.retain(|_, ended| now.since(*ended) < DYING);
         for (pid, member) in &mut self.members {
@@ -634,6 +697,7 @@ impl Ward {
                 continue;
             };
             view.processes += 1;
+            uncovered |= member.flags & STRENGTH_UNCOVERED != 0;
             let weak = weakness(member.flags);
             reason = reason.or(weak);
             // Where the driver does not say how much, there is nothing to compare.
@@ -670,6 +734,7 @@ impl Ward {
             .saturating_sub(signed(view.outside));
         view.guarded = match reason {
             Some(reason) => Guarded::Not(reason),
+            None if uncovered => Guarded::Uncovered,
             None if view.processes > 0 => Guarded::All,
             None => Guarded::Expected,
         };

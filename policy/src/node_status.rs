@@ -48,6 +48,9 @@ pub struct Facts {
     /// Pods without a guard, as `namespace/name`, that took more than their limit while they started:
     /// engines that size themselves by what the device has. As long as they run.
     pub oversized: Vec<String>,
+    /// Pods, as `namespace/name`, of which a program has looked up functions of the driver that its guard
+    /// does not cover.
+    pub uncovered: Vec<String>,
     /// The plan has a rule on host memory, which the node has no cgroup v2 to measure by.
     pub no_cgroup_v2: bool,
     /// The strength that a new pod without a guard would have on every device here: `Kernel` where
@@ -356,7 +359,13 @@ fn enforced(facts: &Facts) -> Verdict {
     let verdict = |holds, reason, message| Verdict { type_: ENFORCED, holds, reason, message };
     let named = first_below(&facts.below);
     let Some(first) = named.first() else {
-        return verdict(true, "AllAtStrength", String::new());
+        let uncovered = first(facts.uncovered.iter().cloned());
+        let message = if uncovered.is_empty() {
+            uncovered
+        } else {
+            format!("looked up functions of the driver that the guard does not cover: pod {uncovered}")
+        };
+        return verdict(true, "AllAtStrength", message);
     };
     // Which pods there are is in `belowStrength`: said twice, it would take the room of devices.
     let more = facts.below.len().saturating_sub(1);
@@ -586,7 +595,15 @@ mod tests {
         assert!(same(&super::status(&facts, None, at(2)), &status), "in whatever order they are found");
         facts.below.clear();
         let well = super::status(&facts, None, at(3));
-        assert_eq!(well.conditions[2].reason, "AllAtStrength");
+        assert_eq!(
+            (well.conditions[2].reason.as_str(), well.conditions[2].message.as_str()),
+            ("AllAtStrength", "")
+        );
+        let doubtful = Facts { uncovered: vec!["team/a".into(), "team/b".into()], ..facts };
+        let doubtful = super::status(&doubtful, Some(&well), at(4));
+        let enforced = &doubtful.conditions[2];
+        assert_eq!((enforced.status.as_str(), enforced.reason.as_str()), ("True", "AllAtStrength"));
+        assert!(enforced.message.ends_with("does not cover: pod team/a, team/b"), "{}", enforced.message);
         assert_eq!(serde_json::to_value(&well).unwrap().get("belowCount"), None);
     }
 

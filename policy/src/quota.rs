@@ -140,6 +140,13 @@ pub fn effective<'a>(
     Some(EffectiveQuota { limit, source, guarantee, breach, asked, managed, kernel_limits })
 }
 
+/// Whether some pod may have a limit of the driver under these quotas. Where there are none, nobody has
+/// said no.
+pub fn wants_kernel_limits<'a>(quotas: impl IntoIterator<Item = &'a PlanQuota>) -> bool {
+    let mut quotas = quotas.into_iter().map(|quota| quota.value.kernel_limits).peekable();
+    quotas.peek().is_none() || quotas.any(|limits| limits != KernelLimits::Off)
+}
+
 /// What a CUDA context takes where none was seen yet, in bytes: as measured on an H200 with driver
 /// 580 (docs/real-gpu.md).
 pub const DEFAULT_CONTEXT: u64 = 518 * ByteSize::MI;
@@ -338,6 +345,16 @@ mod tests {
         assert_eq!(both.managed, Refuse);
         let alone = asked(&[asking("a", None, Some(Ignore)), quota("b", GI, None, None)]);
         assert_eq!(alone.managed, Ignore, "who says nothing of it does not overrule who does");
+    }
+
+    #[test]
+    fn kernel_limits_are_wanted_unless_every_policy_says_no() {
+        let wanted = quota("a", GI, None, None);
+        let mut off = quota("b", GI, None, None);
+        off.value.kernel_limits = KernelLimits::Off;
+        assert!(wants_kernel_limits([]));
+        assert!(wants_kernel_limits([&off, &wanted]));
+        assert!(!wants_kernel_limits([&off, &off]));
     }
 
     #[test]

@@ -134,8 +134,8 @@ pub(crate) const ALL: &[Metric] = &[
     agent(
         "highwater_pod_strength_info",
         Kind::Gauge,
-        &["namespace", "pod", "device", "strength"],
-        "Always 1. How firmly the pod's quota is enforced.",
+        &["namespace", "pod", "device", "strength", "reason"],
+        "Always 1. How firmly the pod's quota is enforced, and why no more firmly: a reason of the API, or empty where nothing is stronger.",
     ),
     agent(
         "highwater_pod_strength_below_minimum",
@@ -170,8 +170,14 @@ pub(crate) const ALL: &[Metric] = &[
     agent(
         "highwater_guard_refusals_total",
         Kind::Counter,
+        &["namespace", "pod", "device", "reason"],
+        "Allocations that the guard refused. Over the quota: `OverLimit`, `QuotaBelowContext` (it does not hold a context and 64 MiB), `Managed` (managed memory, which is refused for the pod). Within it: `NoMemory` (the device has none that the pod could have now), `Timeout` (none came in the time that it would wait), `UnknownDevice` (the agent does not know the pod there). `Invalid`: it could not be charged.",
+    ),
+    agent(
+        "highwater_pod_guard_misaccounted_bytes",
+        Kind::Gauge,
         POD,
-        "Allocations that the guard refused: over the limit, or nothing to grant.",
+        "How far the total in the page of the pod's guards is from the sum of what they charged, looked at every 10 s. Above 0: a process of the pod wrote there past its guard. Its own account is wrong, nobody else's.",
     ),
     agent(
         "highwater_pool_size_bytes",

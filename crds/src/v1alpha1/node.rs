@@ -457,8 +457,10 @@ pub enum StrengthReason {
     /// It has a guard, and a process in another root (a nested or ephemeral container, a chroot)
     /// holds memory outside it.
     OtherRoot,
-    /// The image has an `/etc/ld.so.preload` of its own that the guard's hides.
-    PreloadHidden,
+    /// It has the guard, and a program of it has looked up functions of the driver that the guard does
+    /// not cover: a table without names, a second copy of the library, a form that a newer driver
+    /// brought. Memory that these give is found by comparison only.
+    Uncovered,
     /// The guard is off in clients of an MPS server.
     Mps,
     /// The guard does not know this version of the driver, and stays out of it.
@@ -479,6 +481,8 @@ pub enum StrengthReason {
     NoKernelLimits,
     /// The driver has no memory limits for MIG instances.
     KernelLimitsMig,
+    /// The agent may not set the driver's limits: the chart has `agent.kernelLimits: false`.
+    KernelLimitsDisabled,
     /// The node has no cgroup v2, which the driver's limits need.
     NoCgroupV2,
     /// The driver refused the limit; the agent's log has its words.

@@ -15,9 +15,8 @@ pub const FRAME: usize = 256;
 const MAGIC: u32 = u32::from_le_bytes(*b"HWGD");
 const HEADER: usize = 8;
 
-/// The image's own `ld.so.preload` is hidden by the guard's.
-pub const STRENGTH_PRELOAD_HIDDEN: u32 = 1;
-/// The program uses entry points that the guard does not cover.
+// 1 was never sent, and means nothing.
+/// The program has looked up entry points that the guard does not cover.
 pub const STRENGTH_UNCOVERED: u32 = 2;
 /// The program is a client of MPS.
 pub const STRENGTH_MPS: u32 = 4;

@@ -9,6 +9,7 @@ use std::{
 use highwater_guard_abi::{
     MAX_DEVICES,
     page::{MapError, QuotaPage, UsagePage},
+    wire::{NotGrantedReason, RefusedReason},
 };
 
 /// The pages of a pod, with the descriptors that its guards are given.
@@ -23,25 +24,94 @@ pub(crate) struct Pages {
     usage_descriptor: OwnedFd,
 }
 
+/// Why a guard refused an allocation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// It would have gone over the pod's limit.
+    OverLimit,
+    /// The limit does not even hold a context and 64 MiB.
+    QuotaBelowContext,
+    /// It was managed memory, which is refused for this pod.
+    Managed,
+    /// Within the limit, and the device had none that the pod could have.
+    NoMemory,
+    /// Within the limit, and there was none in the time that it would wait: the pool's, or an agent's.
+    Timeout,
+    /// Within the limit, and the agent does not know the pod on that device.
+    UnknownDevice,
+    /// It could not be charged at all.
+    Invalid,
+}
+
+impl Refusal {
+    /// Every one.
+    pub(crate) const ALL: [Self; 7] = [
+        Self::OverLimit,
+        Self::QuotaBelowContext,
+        Self::Managed,
+        Self::NoMemory,
+        Self::Timeout,
+        Self::UnknownDevice,
+        Self::Invalid,
+    ];
+
+    /// What a guard said; and why it was not granted more, where it was told that.
+    pub(crate) fn of(said: RefusedReason, told: Option<NotGrantedReason>) -> Self {
+        match (said, told) {
+            (RefusedReason::OverLimit, _)
+            | (RefusedReason::NotGranted, Some(NotGrantedReason::OverLimit)) => Self::OverLimit,
+            (RefusedReason::QuotaBelowContext, _) => Self::QuotaBelowContext,
+            (RefusedReason::Managed, _) => Self::Managed,
+            (RefusedReason::Invalid, _) => Self::Invalid,
+            (RefusedReason::NotGranted, Some(NotGrantedReason::NoMemory)) => Self::NoMemory,
+            (RefusedReason::NotGranted, Some(NotGrantedReason::UnknownDevice)) => Self::UnknownDevice,
+            // One that was told nothing has waited for an agent in vain.
+            (
+                RefusedReason::NotGranted,
+                Some(NotGrantedReason::Timeout | NotGrantedReason::Stopping) | None,
+            ) => Self::Timeout,
+        }
+    }
+
+    /// As metrics say it.
+    pub(crate) const fn as_str(self) -> &'static str {
+        match self {
+            Self::OverLimit => "OverLimit",
+            Self::QuotaBelowContext => "QuotaBelowContext",
+            Self::Managed => "Managed",
+            Self::NoMemory => "NoMemory",
+            Self::Timeout => "Timeout",
+            Self::UnknownDevice => "UnknownDevice",
+            Self::Invalid => "Invalid",
+        }
+    }
+}
+
 /// What was counted of a pod's guards.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
-    refused: [AtomicU64; MAX_DEVICES],
+    /// By ordinal, and by why in the order of [`Refusal::ALL`].
+    refused: [[AtomicU64; Refusal::ALL.len()]; MAX_DEVICES],
     /// Connections that sent what is no frame.
     pub(crate) garbage: AtomicU64,
 }
 
 impl Tally {
+    fn place(&self, ordinal: usize, why: Refusal) -> Option<&AtomicU64> {
+        let mut all = self.refused.get(ordinal)?.iter().zip(Refusal::ALL);
+        all.find_map(|(count, of)| (of == why).then_some(count))
+    }
+
     /// A guard refused an allocation on the device of this ordinal.
-    pub(crate) fn refuse(&self, ordinal: usize) {
-        if let Some(refused) = self.refused.get(ordinal) {
-            refused.fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn refuse(&self, ordinal: usize, why: Refusal) {
+        if let Some(count) = self.place(ordinal, why) {
+            count.fetch_add(1, Ordering::Relaxed);
         }
     }
 
     /// How many allocations its guards refused on the device of this ordinal, as far as they said so.
-    pub(crate) fn refused(&self, ordinal: usize) -> u64 {
-        self.refused.get(ordinal).map_or(0, |refused| refused.load(Ordering::Relaxed))
+    pub(crate) fn refused(&self, ordinal: usize, why: Refusal) -> u64 {
+        self.place(ordinal, why).map_or(0, |count| count.load(Ordering::Relaxed))
     }
 }
 
@@ -121,6 +191,24 @@ mod tests {
         assert_eq!(second.usage.charged(0), 4096);
         assert_eq!(second.usage.slots_in_use().collect::<Vec<_>>(), [(slot, token(7, 9))]);
         assert!(QuotaView::map(second.descriptors()[0]).unwrap().is_empty());
+    }
+
+    #[test]
+    fn what_the_agent_told_says_why_more_was_not_granted() {
+        use NotGrantedReason::{NoMemory, OverLimit, Timeout};
+        let of = |told| Refusal::of(RefusedReason::NotGranted, told).as_str();
+        assert_eq!(
+            [Some(NoMemory), Some(OverLimit), Some(Timeout), None].map(of),
+            ["NoMemory", "OverLimit", "Timeout", "Timeout"]
+        );
+        // What the guard knows by itself counts more than an earlier answer.
+        assert_eq!(Refusal::of(RefusedReason::QuotaBelowContext, Some(NoMemory)), Refusal::QuotaBelowContext);
+        let tally = Tally::default();
+        for why in Refusal::ALL {
+            tally.refuse(1, why);
+            tally.refuse(MAX_DEVICES, why);
+        }
+        assert!(Refusal::ALL.iter().all(|why| (tally.refused(0, *why), tally.refused(1, *why)) == (0, 1)));
     }
 
     #[test]

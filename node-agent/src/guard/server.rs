@@ -41,7 +41,7 @@ use rustix::{
 use tracing::{debug, error, warn};
 
 use super::{
-    News, Order, Pages, Want,
+    News, Order, Pages, Refusal, Want,
     bucket::{Bucket, Rest},
     pages::{token, token_pid},
     peer::{self, Peer},
@@ -175,6 +175,8 @@ struct Connection {
     flags: u32,
     /// When each of its questions came that are not answered, by device and ticket.
     asked: HashMap<(u32, u32), Instant>,
+    /// Why it was last not granted more, by the device.
+    refused: HashMap<u32, NotGrantedReason>,
 }
 
 /// A process that has slots.
@@ -535,6 +537,7 @@ impl Server {
                 frames: Bucket::new(FRAMES.0, FRAMES.1, now),
                 paused: false,
                 asked: HashMap::new(),
+                refused: HashMap::new(),
                 flags: 0,
             };
             self.members.insert(id, Member::Connection(connection));
@@ -610,8 +613,9 @@ impl Server {
                     self.tell(id, &ToGuard::NotGranted { device, ticket, reason }, &[]);
                 }
             }
-            (ToAgent::Refused { device, .. }, Some(_)) => {
-                ward.pages.tally.refuse(usize::try_from(device).unwrap_or(usize::MAX));
+            (ToAgent::Refused { device, reason, .. }, Some(_)) => {
+                let why = Refusal::of(reason, connection.refused.get(&device).copied());
+                ward.pages.tally.refuse(usize::try_from(device).unwrap_or(usize::MAX), why);
             }
             (ToAgent::Strength { flags }, Some(process)) => {
                 if connection.flags != flags {
@@ -825,23 +829,27 @@ impl Server {
         }
     }
 
-    /// Says something to a guard, with descriptors. Whoever does not read what it is told is cut off.
-    /// Answers a question, and notes how long that took.
+    /// Answers a question, and notes how long that took and why it is no.
     fn answer(&mut self, id: u64, what: &ToGuard, now: Instant) {
-        let (key, outcome) = match what {
-            ToGuard::Granted { device, ticket, .. } => ((*device, *ticket), "granted"),
-            ToGuard::NotGranted { device, ticket, .. } => ((*device, *ticket), "refused"),
+        let (device, ticket, no) = match *what {
+            ToGuard::Granted { device, ticket, .. } => (device, ticket, None),
+            ToGuard::NotGranted { device, ticket, reason } => (device, ticket, Some(reason)),
             _ => return self.tell(id, what, &[]),
         };
         self.tell(id, what, &[]);
-        if let Some(Member::Connection(connection)) = self.members.get_mut(&id)
-            && let Some(asked) = connection.asked.remove(&key)
-        {
+        let Some(Member::Connection(connection)) = self.members.get_mut(&id) else { return };
+        match no {
+            Some(reason) => connection.refused.insert(device, reason),
+            None => connection.refused.remove(&device),
+        };
+        if let Some(asked) = connection.asked.remove(&(device, ticket)) {
             let took = now.saturating_duration_since(asked);
+            let outcome = if no.is_some() { "refused" } else { "granted" };
             self.grants.with_label_values(&[outcome]).observe(took.as_secs_f64());
         }
     }
 
+    /// Says something to a guard, with descriptors. Whoever does not read what it is told is cut off.
     fn tell(&mut self, id: u64, what: &ToGuard, descriptors: &[std::os::fd::BorrowedFd<'_>]) {
         let Some(Member::Connection(connection)) = self.members.get(&id) else { return };
         let (frame, length) = what.encode();
@@ -1208,7 +1216,7 @@ mod tests {
         assert!(asked.elapsed() < Duration::from_secs(5), "{:?}", asked.elapsed());
         assert_eq!(other.usage.slots_in_use().count(), 1);
         let most = f64::from(FRAMES.0) + f64::from(FRAMES.1) * (began.elapsed().as_secs_f64() + 1.0);
-        let heard = u32::try_from(pages.tally.refused(0)).unwrap();
+        let heard = u32::try_from(pages.tally.refused(0, Refusal::OverLimit)).unwrap();
         assert!(heard > 0 && f64::from(heard) <= most, "{heard} of {sent} frames, at most {most}");
     }
 
