@@ -85,6 +85,21 @@ impl Scenario {
         self.metric(name, &[("namespace", &self.namespace), ("pod", &pod)], holds).await
     }
 
+    /// Waits until the guards of a pod have refused so many allocations, for whatever reasons.
+    pub async fn refused(&self, pod: &Pod, holds: impl Fn(i64) -> bool) -> Result<()> {
+        const REFUSALS: &str = "highwater_guard_refusals_total";
+        let name = pod.name_any();
+        let of_pod = [("namespace", self.namespace.as_str()), ("pod", name.as_str())];
+        eventually(&format!("the refusals of {name} as expected"), TIMEOUT, async || {
+            let metrics = self.metrics(NODE).await?;
+            ensure!(!metrics.values(REFUSALS, &of_pod).is_empty(), "nobody counts them");
+            let refused = metrics.sum(REFUSALS, &of_pod);
+            ensure!(holds(refused), "there were {refused}");
+            Ok(())
+        })
+        .await
+    }
+
     /// Waits until a pod's quota holds with this strength on each of its devices.
     pub async fn strength(&self, pod: &Pod, expected: Strength) -> Result<()> {
         self.strength_within(pod, expected, TIMEOUT).await

@@ -17,7 +17,6 @@ use serde_json::{Value, json};
 
 const GRANTED: &str = "highwater_pool_granted_bytes";
 const PARKED: &str = "highwater_pod_parked_bytes";
-const REFUSALS: &str = "highwater_guard_refusals_total";
 const USED: &str = "highwater_pod_memory_used_bytes";
 
 /// What ends pods or moves them.
@@ -252,7 +251,7 @@ fn freeze_is_enough_where_stopping_growth_is_enough() -> Result<()> {
         s.level(&device, 2).await?;
         s.tainted(NODE, true).await?;
         s.says(&pod, " info {").await?;
-        s.pod_metric(&pod, REFUSALS, |refused| refused > Some(0)).await?;
+        s.refused(&pod, |refused| refused > 0).await?;
         let used = s.pod_metric(&pod, USED, |used| used.is_some()).await?.unwrap_or(0);
         ensure!(
             (31 * GI..40 * GI).contains(&used),

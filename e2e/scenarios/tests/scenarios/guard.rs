@@ -67,7 +67,7 @@ fn s1_s2_s4_a05_a07_a08_b01_b02_b03_b08_h08_a_pod_sees_its_quota_as_the_card_and
         ensure!(refusals == WAYS.len() + 1, "{refusals} refusals:\n{said}");
         s.strength(&pod, Strength::Guard).await?;
         let counted = i64::try_from(refusals)?;
-        s.pod_metric(&pod, "highwater_guard_refusals_total", |count| count >= Some(counted)).await?;
+        s.refused(&pod, |count| count >= counted).await?;
         three_views_agree(s, &pod).await?;
 
         // 16 MiB less than a context are left.

@@ -143,8 +143,7 @@ fn a_keeper_that_dies_frees_everything_and_takes_back_what_is_free_without_refus
         s.pod_metric(&plain, GRANTED, |granted| granted == Some(16 * GI)).await?;
         s.says(&guarded, " serve used=").await?;
         s.strength(&guarded, Strength::Guard).await?;
-        s.metric("highwater_guard_refusals_total", &[("pod", &guarded.name_any())], |count| count == Some(0))
-            .await?;
+        s.refused(&guarded, |count| count == 0).await?;
         everybody_went_on(s, &[plain, guarded]).await
     })
 }
