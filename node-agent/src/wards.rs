@@ -67,8 +67,6 @@ pub(crate) struct Wards {
     wards: BTreeMap<Arc<str>, Ward>,
     /// What a context was seen to take, by the UUID of the device.
     contexts: HashMap<Arc<str>, u64>,
-    /// When pages were last audited.
-    audited: Millis,
 }
 
 /// A guarded pod.
@@ -104,6 +102,8 @@ pub(crate) struct Ward {
     views: Vec<View>,
     /// What came of comparing the totals in its page with what its slots hold, by ordinal.
     audits: Vec<Audited>,
+    /// When that was.
+    audited: Millis,
 }
 
 /// What came of comparing a total with the sum that it ought to be.
@@ -464,12 +464,9 @@ impl Wards {
     /// Compares the totals in all pages with what their slots hold, if it is time. Returns the pods and
     /// devices where they have come to differ, which only writes past the guard can bring about.
     pub(crate) fn audit(&mut self, now: Millis) -> Vec<(Arc<Pod>, Arc<str>, u64)> {
-        if now.since(self.audited) < AUDIT_EVERY {
-            return Vec::new();
-        }
-        self.audited = now;
         let mut found = Vec::new();
-        for ward in self.wards.values_mut() {
+        for ward in self.wards.values_mut().filter(|ward| now.since(ward.audited) >= AUDIT_EVERY) {
+            ward.audited = now;
             for ordinal in ward.audit() {
                 if let (Some(device), Some(bytes)) = (ward.devices.get(ordinal), ward.misaccounted(ordinal)) {
                     found.push((Arc::clone(&ward.pod), Arc::clone(device), bytes));
@@ -543,6 +540,7 @@ impl Ward {
             wants: BTreeSet::new(),
             views: Vec::new(),
             audits: Vec::new(),
+            audited: now,
         }
     }
 

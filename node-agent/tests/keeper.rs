@@ -218,7 +218,7 @@ async fn a_reservation_does_not_have_to_wait_for_a_worker_to_be_asked_for_again(
 
 #[tokio::test]
 async fn standing_down_closes_everything_soon_and_holds_nothing_until_off() {
-    let (node, keeper, agent) = Node::start().opened().await;
+    let (node, _keeper, agent) = Node::start().opened().await;
     agent.reserve(&node.uuid, 50 * GIB, GIB).await.unwrap();
     node.slow(5);
     let started = Instant::now();
@@ -475,7 +475,7 @@ async fn what_is_held_outlives_the_agent() {
 
 #[tokio::test]
 async fn stored_descriptors_come_back_under_their_keys() {
-    let (node, _keeper, agent) = Node::start().opened().await;
+    let (_node, _keeper, agent) = Node::start().opened().await;
     assert_eq!(agent.get("none").await.unwrap_err().reason(), Some(Reason::NotFound));
     let file = page(b"x");
     for bad in ["", "a b", &"k".repeat(200)] {

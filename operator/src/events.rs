@@ -19,7 +19,8 @@ use crate::{error::call, metrics::Metrics};
 /// Most Events that wait to be sent.
 const WAITING: usize = 256;
 
-type Message = (Event, ObjectReference);
+/// An Event, and what it is about.
+pub(crate) type Message = (Event, ObjectReference);
 
 /// Where to hand in Events.
 #[derive(Clone)]
