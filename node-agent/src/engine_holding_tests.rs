@@ -1034,6 +1034,21 @@ fn standing_down_reaches_the_keeper_and_pages_stay() {
 }
 
 #[test]
+fn a_node_whose_policies_want_no_limit_of_the_driver_claims_none() {
+    let told = |limits: &str| {
+        let mut layer = layer("Enforce", &Value::Null, "Observe");
+        layer["quotas"][0]["value"]["kernelLimits"] = json!(limits);
+        let mut bench = Bench::new(&json!([layer]));
+        bench.open(true);
+        for _ in 0..40 {
+            bench.sample(100);
+        }
+        bench.facts().base_strength
+    };
+    assert_eq!((told("IfAvailable"), told("Off")), (Strength::Kernel, Strength::Observe));
+}
+
+#[test]
 fn the_driver_is_given_the_limit_where_it_can_and_that_is_the_strongest() {
     let mut bench = Bench::new(&json!([layer("Enforce", &Value::Null, "Kernel")]));
     assert!(bench.limits.is_empty());
@@ -1056,7 +1071,6 @@ fn the_driver_is_given_the_limit_where_it_can_and_that_is_the_strongest() {
         notices.iter().any(|notice| notice.contains("KernelLimit") && notice.contains("since")),
         "{notices:?}"
     );
-    assert_eq!(bench.facts().base_strength, Strength::Kernel);
     // A policy that wants none.
     let mut off = layer("Enforce", &Value::Null, "Observe");
     off["quotas"][0]["value"]["kernelLimits"] = json!("Off");
@@ -1064,11 +1078,6 @@ fn the_driver_is_given_the_limit_where_it_can_and_that_is_the_strongest() {
     bench.sample(100);
     bench.obey();
     assert_eq!(bench.strength("a").1, Some(StrengthReason::KernelLimitsOff));
-    bench.settle();
-    for _ in 0..40 {
-        bench.sample(100);
-    }
-    assert_eq!(bench.facts().base_strength, Strength::Observe, "nobody is given a limit");
     assert!(bench.limits.iter().all(|task| task.bytes.is_none()) && !bench.limits.is_empty());
 }
 
