@@ -1129,9 +1129,19 @@ mod tests {
         let granted = ToGuard::Granted { device: 0, ticket: 7, granted_units: wanted };
         node.guards.order(Order::Tell { connection: want.connection, what: granted });
         assert_eq!(fake.hear().unwrap().0, granted);
+        // Why it refuses an allocation is what it was told last.
+        let (device, bytes) = (0, MI);
+        let full = ToGuard::NotGranted { device, ticket: 9, reason: NotGrantedReason::NoMemory };
+        node.guards.order(Order::Tell { connection: want.connection, what: full });
+        assert_eq!(fake.hear().unwrap().0, full);
+        for reason in [RefusedReason::NotGranted, RefusedReason::OverLimit] {
+            fake.say(&ToAgent::Refused { device, bytes, reason });
+        }
         fake.say(&ToAgent::Grant { device: 3, ticket: 8, wanted_total_units: 1, wait_milliseconds: 0 });
         let unknown = ToGuard::NotGranted { device: 3, ticket: 8, reason: NotGrantedReason::UnknownDevice };
         assert_eq!(fake.hear().unwrap().0, unknown);
+        let refused = Refusal::ALL.map(|why| pages.tally.refused(0, why));
+        assert_eq!((refused.iter().sum::<u64>(), pages.tally.refused(0, Refusal::NoMemory)), (2, 1));
         drop(fake);
         node.heard(|news| matches!(news, News::Gone { connection } if *connection == want.connection));
         assert_eq!(pages.usage.charged(0), 60 * MI, "the process lives");
