@@ -14,7 +14,7 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::io::{BufRead, Write};
-use std::sync::Barrier;
+use std::sync::{Barrier, Mutex};
 use std::time::Instant;
 
 unsafe extern "C" {
@@ -588,6 +588,7 @@ impl Probe {
             "threads" => self.threads(at(1).parse().unwrap(), (size(at(2)), 1), at(3).parse().unwrap()),
             // The first allocates so much, and each four times as much as the one before.
             "rising" => self.threads(at(1).parse().unwrap(), (size(at(2)), 4), 1),
+            "storm" => self.storm(at(1).parse().unwrap(), at(2).parse().unwrap()),
             "many" => self.many(at(1).parse().unwrap(), size(at(2))),
             "forever" => self.forever(size(at(1))),
             "fork" => self.fork(line.split_once(' ').unwrap().1),
@@ -686,6 +687,27 @@ impl Probe {
         format!("{others} {}", (0..rounds).map(granted).collect::<Vec<_>>().join(" "))
     }
 
+    /// Threads that allocate in every way, free what they and others have, and ask, all at once; in the
+    /// end nothing is left. Says how many calls failed otherwise than for want of memory, how many
+    /// allocations there were, and how many were refused.
+    fn storm(&self, count: u64, rounds: u64) -> String {
+        let held = Mutex::new(Vec::new());
+        let counts: Vec<[u64; 3]> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (1..=count)
+                .map(|seed| {
+                    let held = &held;
+                    let (driver, device) = (self.driver, self.device);
+                    scope.spawn(move || {
+                        Whirl { driver, device, held, random: seed, counts: [0; 3] }.run(rounds)
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let sum = |index: usize| counts.iter().map(|counts| counts[index]).sum::<u64>().to_string();
+        [sum(0), sum(1), sum(2)].join(" ")
+    }
+
     /// Many allocations at once; says how many there were, and the nanoseconds of a free with few and
     /// with all of them held.
     fn many(&self, count: usize, bytes: u64) -> String {
@@ -761,6 +783,140 @@ impl Probe {
             self.driver.cuda = dlopen(c"libcuda.so.1".as_ptr(), OPEN).expose_provenance();
         }
         u8::from(self.driver.cuda == 0).to_string()
+    }
+}
+
+/// Something of a storm that is to be freed.
+enum Held {
+    Pointer(u64),
+    /// Freed in the order of a stream.
+    Ordered(u64),
+    Physical(u64),
+    Array(usize),
+}
+
+/// One thread of a storm.
+struct Whirl<'a> {
+    driver: Driver,
+    device: c_int,
+    held: &'a Mutex<Vec<Held>>,
+    random: u64,
+    /// Failures, allocations and refusals.
+    counts: [u64; 3],
+}
+
+impl Whirl<'_> {
+    fn run(mut self, rounds: u64) -> [u64; 3] {
+        let driver = self.driver;
+        let (mut context, mut stream): (Handle, Handle) = (std::ptr::null_mut(), std::ptr::null_mut());
+        self.check(
+            call!(driver, cuDevicePrimaryCtxRetain(&raw mut context => *mut Handle, self.device => c_int)),
+        );
+        self.check(call!(driver, cuCtxSetCurrent(context => Handle)));
+        self.check(call!(driver, cuStreamCreate(&raw mut stream => *mut Handle, 1 => c_uint)));
+        for _ in 0..rounds {
+            self.take(stream);
+            self.ask();
+            // Somebody's, and a little less often than something is taken.
+            if self.roll(5) > 0 {
+                let at = self.roll(1 << 20) as usize;
+                let one = {
+                    let mut held = self.held.lock().unwrap();
+                    at.checked_rem(held.len()).map(|index| held.swap_remove(index))
+                };
+                if let Some(one) = one {
+                    self.free(one, stream);
+                }
+            }
+        }
+        let held = self.held;
+        let left = || held.lock().unwrap().pop();
+        while let Some(one) = left() {
+            self.free(one, stream);
+        }
+        self.check(call!(driver, cuStreamSynchronize(stream => Handle)));
+        self.check(call!(driver, cuDevicePrimaryCtxRelease_v2(self.device => c_int)));
+        self.counts
+    }
+
+    fn roll(&mut self, below: u64) -> u64 {
+        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (self.random >> 33) % below
+    }
+
+    fn check(&mut self, code: c_uint) {
+        self.counts[0] += u64::from(code != 0);
+    }
+
+    fn take(&mut self, stream: Handle) {
+        let driver = self.driver;
+        // From pieces of a block to sixteen of them.
+        let bytes = 1_usize << (10 + self.roll(16));
+        let mut made = 0_u64;
+        let (code, one) = match self.roll(5) {
+            0 | 1 => {
+                let code = call!(driver, cuMemAlloc_v2(&raw mut made => *mut u64, bytes => usize));
+                (code, Held::Pointer(made))
+            }
+            2 => {
+                let code = call!(driver, cuMemAllocAsync(
+                    &raw mut made => *mut u64, bytes => usize, stream => Handle
+                ));
+                (code, Held::Ordered(made))
+            }
+            3 => {
+                let properties = Properties {
+                    kind: 1,
+                    handle_types: 1,
+                    location_kind: 1,
+                    location: self.device,
+                    windows: 0,
+                    flags: [0; 8],
+                };
+                let code = call!(driver, cuMemCreate(
+                    &raw mut made => *mut u64, bytes.next_multiple_of(2 << 20) => usize,
+                    &raw const properties => *const Properties, 0 => u64
+                ));
+                (code, Held::Physical(made))
+            }
+            _ => {
+                let shape = ArrayShape { width: 256, height: bytes >> 10, format: 0x20, channels: 1 };
+                let mut array = std::ptr::null_mut();
+                let code = call!(driver, cuArrayCreate_v2(
+                    &raw mut array => *mut Handle, &raw const shape => *const ArrayShape
+                ));
+                (code, Held::Array(array.expose_provenance()))
+            }
+        };
+        match code {
+            0 => {
+                self.counts[1] += 1;
+                self.held.lock().unwrap().push(one);
+            }
+            2 => self.counts[2] += 1,
+            _ => self.counts[0] += 1,
+        }
+    }
+
+    fn ask(&mut self) {
+        let driver = self.driver;
+        let (mut free, mut total) = (0_usize, 0_usize);
+        self.check(call!(driver, cuMemGetInfo_v2(&raw mut free => *mut usize, &raw mut total => *mut usize)));
+        self.counts[0] += u64::from(free > total);
+    }
+
+    fn free(&mut self, one: Held, stream: Handle) {
+        let driver = self.driver;
+        let code = match one {
+            Held::Pointer(pointer) => call!(driver, cuMemFree_v2(pointer => u64)),
+            Held::Ordered(pointer) => call!(driver, cuMemFreeAsync(pointer => u64, stream => Handle)),
+            Held::Physical(made) => call!(driver, cuMemRelease(made => u64)),
+            Held::Array(array) => {
+                let array: Handle = std::ptr::with_exposed_provenance_mut(array);
+                call!(driver, cuArrayDestroy(array => Handle))
+            }
+        };
+        self.check(code);
     }
 }
 

@@ -3,7 +3,7 @@
 use core::ffi::{c_uint, c_void};
 
 use crate::accounts::{self, footprint};
-use crate::code::{Code, OUT_OF_MEMORY, SUCCESS};
+use crate::code::{self, Code, OUT_OF_MEMORY, SUCCESS};
 use crate::contexts;
 use crate::state::{self, State};
 use crate::streams;
@@ -129,8 +129,20 @@ fn create(
     bytes: u64,
     make: impl FnOnce() -> Code,
 ) -> Code {
-    let Some(device) = streams::current_device(state).filter(|_| !out.is_null() && bytes > 0) else {
+    if out.is_null() || bytes == 0 {
         return make();
+    }
+    // SAFETY: it was made just now, and nobody else knows it.
+    let give_back = || unsafe {
+        if space == Space::Array {
+            driver!(cuArrayDestroy(*out => Array));
+        } else {
+            driver!(cuMipmappedArrayDestroy(*out => Array));
+        }
+    };
+    let device = match streams::current_device(state) {
+        Ok(device) => device,
+        Err(why) => return code::uncharged(why, make, give_back),
     };
     let charged = footprint(bytes);
     if accounts::charge(state, device, charged).is_err() {
@@ -154,14 +166,7 @@ fn create(
         return SUCCESS;
     }
     // What cannot be remembered must not be had.
-    // SAFETY: it was made just now, and nobody else knows it.
-    unsafe {
-        if space == Space::Array {
-            driver!(cuArrayDestroy(array => Array));
-        } else {
-            driver!(cuMipmappedArrayDestroy(array => Array));
-        }
-    }
+    give_back();
     accounts::uncharge(state, device, charged);
     OUT_OF_MEMORY
 }

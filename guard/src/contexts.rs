@@ -49,7 +49,11 @@ fn is_primary_active(device: c_int) -> bool {
 
 /// Uses the primary context of a device, which `make` makes if there is none.
 fn with_primary(state: &'static State, device: c_int, make: impl FnOnce() -> Code) -> Code {
-    let Some(known) = state.device(device) else { return make() };
+    // The driver says the same of the device when it is to make its context.
+    let known = match state.device(device) {
+        Ok(known) => known,
+        Err(why) => return why,
+    };
     let mut primary = known.context.lock();
     if primary.charged != 0 {
         return make();
@@ -68,7 +72,7 @@ fn with_primary(state: &'static State, device: c_int, make: impl FnOnce() -> Cod
 
 /// Leaves the primary context of a device, which may end it.
 fn leave_primary(state: &'static State, device: c_int, leave: impl FnOnce() -> Code) -> Code {
-    let Some(known) = state.device(device) else { return leave() };
+    let Ok(known) = state.device(device) else { return leave() };
     let mut primary = known.context.lock();
     let code = leave();
     if code == SUCCESS && primary.charged != 0 && !is_primary_active(device) {
@@ -121,7 +125,13 @@ struct Gone {
 
 /// Makes a context of the program's own.
 fn create(state: &'static State, out: *mut Context, device: c_int, make: impl FnOnce() -> Code) -> Code {
-    let Some(known) = state.device(device).filter(|_| !out.is_null()) else { return make() };
+    if out.is_null() {
+        return make();
+    }
+    let known = match state.device(device) {
+        Ok(known) => known,
+        Err(why) => return why,
+    };
     if accounts::charge_context(state, known).is_err() {
         return OUT_OF_MEMORY;
     }
@@ -285,7 +295,7 @@ hooks! {
         context: *mut Context, resources: *mut c_void, device: c_int, flags: c_uint,
     ) via state::cuda, |state, real| {
         let code = with_primary(state, device, || real(context, resources, device, flags));
-        if code == SUCCESS && !context.is_null() && let Some(known) = state.device(device) {
+        if code == SUCCESS && !context.is_null() && let Ok(known) = state.device(device) {
             // SAFETY: the driver has just written it.
             let made = sys::key(unsafe { *context });
             // Only to know its device when it ends.
@@ -315,7 +325,10 @@ const LIMITS: [(c_int, u64); 2] = [(1, 1 << 20), (2, 8 << 20)];
 
 fn set_limit(state: &'static State, limit: c_int, value: u64, set: impl FnOnce() -> Code) -> Code {
     let Some((_, included)) = LIMITS.iter().find(|(number, _)| *number == limit) else { return set() };
-    let Some(device) = streams::current_device(state) else { return set() };
+    let device = match streams::current_device(state) {
+        Ok(device) => device,
+        Err(why) => return why,
+    };
     let context = sys::key(streams::current_context());
     // Handles are aligned, so the lowest bits are free.
     let key = context | u64::try_from(limit).unwrap_or(0);
@@ -336,8 +349,9 @@ fn set_limit(state: &'static State, limit: c_int, value: u64, set: impl FnOnce()
         device: state.index_of(device),
         ..Entry::new(Space::Heap, key)
     };
-    if more > 0 && state.table.insert(entry).is_err() {
-        accounts::uncharge(state, device, more);
+    if more > 0 {
+        // Without a note it stays charged for as long as the process lives.
+        let _unknown = state.table.insert(entry);
     }
     code
 }

@@ -191,10 +191,11 @@ struct Peaks {
 }
 
 impl Peaks {
-    fn of(graph: Graph) -> Option<Self> {
+    /// An error is the driver's code where it does not say it.
+    fn of(graph: Graph) -> Result<Self, Code> {
         let mut peaks = Self { now: [0; DEVICES], most: [0; DEVICES] };
         peaks.add(graph, DEPTH)?;
-        Some(peaks)
+        Ok(peaks)
     }
 
     fn any(&self) -> bool {
@@ -214,42 +215,39 @@ impl Peaks {
         }
     }
 
-    fn add(&mut self, graph: Graph, depth: u32) -> Option<()> {
-        let depth = depth.checked_sub(1)?;
+    fn add(&mut self, graph: Graph, depth: u32) -> Result<(), Code> {
+        let depth = depth.checked_sub(1).ok_or(OUT_OF_MEMORY)?;
         let mut count = 0_usize;
         // SAFETY: without a place for the nodes, their number is written.
-        let code = unsafe {
+        said(unsafe {
             driver!(cuGraphGetNodes(
                 graph => Graph, ptr::null_mut() => *mut Node, &raw mut count => *mut usize
             ))
-        };
-        if code != SUCCESS || count == 0 {
-            return Some(());
+        })?;
+        if count == 0 {
+            return Ok(());
         }
-        let mut nodes = Scratch::<Node>::new(count)?;
-        let mut allocated = Scratch::<Allocated>::new(count)?;
+        let mut nodes = Scratch::<Node>::new(count).ok_or(OUT_OF_MEMORY)?;
+        let mut allocated = Scratch::<Allocated>::new(count).ok_or(OUT_OF_MEMORY)?;
         let mut used = 0;
         // SAFETY: there is room for so many nodes.
-        let code = unsafe {
+        said(unsafe {
             driver!(cuGraphGetNodes(
                 graph => Graph, nodes.slice().as_mut_ptr() => *mut Node, &raw mut count => *mut usize
             ))
-        };
-        if code != SUCCESS {
-            return Some(());
-        }
+        })?;
         for node in nodes.slice().iter().take(count).copied() {
-            match kind(node) {
-                Some(ALLOCATES) => {
-                    let Some((pointer, bytes, device)) = allocation(node) else { continue };
+            match kind(node)? {
+                ALLOCATES => {
+                    let Some((pointer, bytes, device)) = allocation(node)? else { continue };
                     self.allocate(device, bytes);
                     if let Some(place) = allocated.slice().get_mut(used) {
                         *place = Allocated { pointer, bytes, device: sys::bytes(device) };
                         used += 1;
                     }
                 }
-                Some(FREES) => {
-                    let Some(pointer) = freed(node) else { continue };
+                FREES => {
+                    let pointer = freed(node)?;
                     let known =
                         allocated.slice().iter_mut().take(used).rev().find(|one| one.pointer == pointer);
                     if let Some(one) = known {
@@ -257,32 +255,36 @@ impl Peaks {
                         one.pointer = 0;
                     }
                 }
-                Some(CHILD) => {
+                CHILD => {
                     let mut child = ptr::null_mut();
                     // SAFETY: the function takes a place for a handle.
-                    let code = unsafe {
+                    said(unsafe {
                         driver!(cuGraphChildGraphNodeGetGraph(node => Node, &raw mut child => *mut Graph))
-                    };
-                    if code == SUCCESS {
-                        self.add(child, depth)?;
-                    }
+                    })?;
+                    self.add(child, depth)?;
                 }
                 _ => {}
             }
         }
-        Some(())
+        Ok(())
     }
 }
 
-fn kind(node: Node) -> Option<c_int> {
+/// Whether the driver has said what it was asked. Of a graph of which it does not, nobody knows what it
+/// will take.
+fn said(code: Code) -> Result<(), Code> {
+    if code == SUCCESS { Ok(()) } else { Err(code) }
+}
+
+fn kind(node: Node) -> Result<c_int, Code> {
     let mut kind = 0;
     // SAFETY: the function takes a place for a number.
-    let code = unsafe { driver!(cuGraphNodeGetType(node => Node, &raw mut kind => *mut c_int)) };
-    (code == SUCCESS).then_some(kind)
+    said(unsafe { driver!(cuGraphNodeGetType(node => Node, &raw mut kind => *mut c_int)) })?;
+    Ok(kind)
 }
 
 /// Pointer, size and device of what a node allocates; none if it is not of device memory.
-fn allocation(node: Node) -> Option<(u64, u64, usize)> {
+fn allocation(node: Node) -> Result<Option<(u64, u64, usize)>, Code> {
     let mut node_says = core::mem::MaybeUninit::<AllocationNode>::zeroed();
     // SAFETY: the function takes a place for the parameters; all of it are numbers and pointers.
     let (code, says) = unsafe {
@@ -291,17 +293,17 @@ fn allocation(node: Node) -> Option<(u64, u64, usize)> {
         ));
         (code, node_says.assume_init())
     };
+    said(code)?;
     let location = says.pool.location;
-    (code == SUCCESS && location.kind == DEVICE)
-        .then(|| Some((says.pointer, sys::bytes(says.bytes), usize::try_from(location.id).ok()?)))
-        .flatten()
+    let device = usize::try_from(location.id).ok().filter(|_| location.kind == DEVICE);
+    Ok(device.map(|device| (says.pointer, sys::bytes(says.bytes), device)))
 }
 
-fn freed(node: Node) -> Option<u64> {
+fn freed(node: Node) -> Result<u64, Code> {
     let mut pointer = 0;
     // SAFETY: the function takes a place for a pointer.
-    let code = unsafe { driver!(cuGraphMemFreeNodeGetParams(node => Node, &raw mut pointer => *mut u64)) };
-    (code == SUCCESS).then_some(pointer)
+    said(unsafe { driver!(cuGraphMemFreeNodeGetParams(node => Node, &raw mut pointer => *mut u64)) })?;
+    Ok(pointer)
 }
 
 /// The key of an executable graph on a device: addresses leave the highest bits free.
@@ -320,16 +322,18 @@ fn instantiate(
     if state.graphs_seen.load(Ordering::Relaxed) == 0 || out.is_null() {
         return make();
     }
-    let Some(peaks) = Peaks::of(graph) else { return OUT_OF_MEMORY };
+    let peaks = match Peaks::of(graph) {
+        Ok(peaks) => peaks,
+        Err(why) => return why,
+    };
     if !peaks.any() {
         return make();
     }
     // A device that is not known to the driver makes it refuse the graph by itself.
     let wanted = || {
-        (0_u8..)
-            .zip(peaks.most)
-            .filter(|(_, bytes)| *bytes > 0)
-            .filter_map(|(index, bytes)| Some((index, state.device(c_int::from(index))?, footprint(bytes))))
+        (0_u8..).zip(peaks.most).filter(|(_, bytes)| *bytes > 0).filter_map(|(index, bytes)| {
+            Some((index, state.device(c_int::from(index)).ok()?, footprint(bytes)))
+        })
     };
     for (at, (_, device, bytes)) in wanted().enumerate() {
         if accounts::charge(state, device, bytes).is_err() {
@@ -591,7 +595,7 @@ hooks! {
     /// Makes the driver give back what it keeps for graphs on a device.
     fn cuDeviceGraphMemTrim(device: c_int) via state::cuda, |state, real| {
         let code = real(device);
-        if code == SUCCESS && let Some(known) = state.device(device) {
+        if code == SUCCESS && let Ok(known) = state.device(device) {
             trimmed(state, known);
         }
         code

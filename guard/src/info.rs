@@ -43,11 +43,11 @@ fn widened(bytes: u64) -> usize {
 
 /// How the current device is to be seen, given what the driver says of it.
 fn current_view(state: &'static State, total: u64, free: u64) -> Option<View> {
-    accounts::view(state, streams::current_device(state)?, total, free)
+    accounts::view(state, streams::current_device(state).ok()?, total, free)
 }
 
 fn total(state: &'static State, device: c_int, total: u64) -> u64 {
-    let view = state.device(device).and_then(|device| accounts::view(state, device, total, total));
+    let view = state.device(device).ok().and_then(|device| accounts::view(state, device, total, total));
     view.map_or(total, |view| view.total)
 }
 

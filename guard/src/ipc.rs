@@ -138,7 +138,14 @@ fn imported(state: &'static State, pointer: u64, owner: u64, undo: impl FnOnce()
             &raw mut base => *mut u64, &raw mut size => *mut usize, pointer => u64
         ))
     };
-    let Some(device) = streams::current_device(state).filter(|_| code == SUCCESS) else { return SUCCESS };
+    let device = match (code, streams::current_device(state)) {
+        (SUCCESS, Ok(device)) => device,
+        // What cannot be charged must not be had.
+        (SUCCESS, Err(why)) | (why, _) => {
+            undo();
+            return why;
+        }
+    };
     let bytes = footprint(crate::sys::bytes(size));
     if accounts::charge(state, device, bytes).is_err() {
         undo();

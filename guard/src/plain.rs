@@ -8,7 +8,7 @@ use highwater_guard_abi::wire::RefusedReason;
 use crate::accounts::{self, footprint};
 use crate::blocks::{self, BLOCK};
 use crate::client;
-use crate::code::{Code, NOT_SUPPORTED, OUT_OF_MEMORY, SUCCESS};
+use crate::code::{self, Code, NOT_SUPPORTED, OUT_OF_MEMORY, SUCCESS};
 use crate::contexts;
 use crate::pools;
 use crate::state::{self, Device, State};
@@ -21,15 +21,19 @@ use crate::virtual_memory;
 /// What the driver aligns rows to; seen on an H200, and corrected by what it then says.
 const PITCH: u64 = 512;
 
-/// Allocates memory that goes with its context, charged before it is asked for: `size` bytes at the
-/// pointer that `allocated` gives once `allocate` succeeded, with the size that it has really.
+/// Allocates memory that goes with its context, charged to its device before it is asked for: `size`
+/// bytes at the pointer that `allocated` gives once `allocate` succeeded, with the size that it has
+/// really.
 fn allocate(
     state: &'static State,
-    device: &'static Device,
     size: u64,
     allocate: impl FnOnce() -> Code,
     allocated: impl FnOnce() -> (u64, u64),
 ) -> Code {
+    let device = match streams::current_device(state) {
+        Ok(device) => device,
+        Err(why) => return code::uncharged(why, allocate, || give_back(allocated().0)),
+    };
     client::heed(state);
     let piece = if size < BLOCK { blocks::piece(size) } else { 0 };
     let charged = if piece > 0 { blocks::expect(device, piece) } else { footprint(size) };
@@ -54,12 +58,17 @@ fn allocate(
     };
     if let Err(held) = kept {
         // What cannot be charged or remembered must not be had.
-        // SAFETY: it was allocated just now, and nobody else knows it.
-        unsafe { driver!(cuMemFree_v2(pointer => u64)) };
+        give_back(pointer);
         accounts::uncharge(state, device, held);
         return OUT_OF_MEMORY;
     }
     SUCCESS
+}
+
+/// Gives back what was allocated just now, and what nobody else knows of.
+fn give_back(pointer: u64) {
+    // SAFETY: nobody has it.
+    unsafe { driver!(cuMemFree_v2(pointer => u64)) };
 }
 
 /// Charges and notes an allocation that has memory of its own, of which `charged` bytes are charged.
@@ -147,70 +156,71 @@ fn rows(width: u64, height: u64) -> u64 {
 hooks! {
     /// Allocates memory.
     fn cuMemAlloc_v2(pointer: *mut u64, size: usize) via state::cuda, |state, real| {
-        let Some(device) = streams::current_device(state).filter(|_| !pointer.is_null()) else {
+        if pointer.is_null() {
             return real(pointer, size);
-        };
+        }
         let size_of = sys::bytes(size);
         // SAFETY: the driver has written it.
-        allocate(state, device, size_of, || real(pointer, size), || (unsafe { *pointer }, size_of))
+        allocate(state, size_of, || real(pointer, size), || (unsafe { *pointer }, size_of))
     }
 
     /// Allocates memory; the form for 32 bits.
     fn cuMemAlloc(pointer: *mut c_uint, size: c_uint) via state::cuda, |state, real| {
-        let Some(device) = streams::current_device(state).filter(|_| !pointer.is_null()) else {
+        if pointer.is_null() {
             return real(pointer, size);
-        };
+        }
         let size_of = u64::from(size);
         // SAFETY: the driver has written it.
         let allocated = || (u64::from(unsafe { *pointer }), size_of);
-        allocate(state, device, size_of, || real(pointer, size), allocated)
+        allocate(state, size_of, || real(pointer, size), allocated)
     }
 
     /// Allocates rows.
     fn cuMemAllocPitch_v2(
         pointer: *mut u64, pitch: *mut usize, width: usize, height: usize, element: c_uint,
     ) via state::cuda, |state, real| {
-        let present = !pointer.is_null() && !pitch.is_null();
-        let Some(device) = streams::current_device(state).filter(|_| present) else {
+        if pointer.is_null() || pitch.is_null() {
             return real(pointer, pitch, width, height, element);
-        };
+        }
         let height_of = sys::bytes(height);
         // SAFETY: the driver has written both.
         let allocated = || unsafe { (*pointer, sys::bytes(*pitch).saturating_mul(height_of)) };
         let size = rows(sys::bytes(width), height_of);
-        allocate(state, device, size, || real(pointer, pitch, width, height, element), allocated)
+        allocate(state, size, || real(pointer, pitch, width, height, element), allocated)
     }
 
     /// Allocates rows; the form for 32 bits.
     fn cuMemAllocPitch(
         pointer: *mut c_uint, pitch: *mut c_uint, width: c_uint, height: c_uint, element: c_uint,
     ) via state::cuda, |state, real| {
-        let present = !pointer.is_null() && !pitch.is_null();
-        let Some(device) = streams::current_device(state).filter(|_| present) else {
+        if pointer.is_null() || pitch.is_null() {
             return real(pointer, pitch, width, height, element);
-        };
+        }
         // SAFETY: the driver has written both.
         let allocated = || unsafe { (u64::from(*pointer), u64::from(*pitch).saturating_mul(u64::from(height))) };
         let size = rows(u64::from(width), u64::from(height));
-        allocate(state, device, size, || real(pointer, pitch, width, height, element), allocated)
+        allocate(state, size, || real(pointer, pitch, width, height, element), allocated)
     }
 
     /// Allocates memory that the driver moves between host and device.
     fn cuMemAllocManaged(pointer: *mut u64, size: usize, flags: c_uint) via state::cuda, |state, real| {
-        let Some(device) = streams::current_device(state).filter(|_| !pointer.is_null()) else {
+        if pointer.is_null() {
             return real(pointer, size, flags);
-        };
+        }
         let size_of = sys::bytes(size);
-        match accounts::managed(state, device) {
+        let device = streams::current_device(state);
+        match device.map_or(Managed::Charge, |device| accounts::managed(state, device)) {
             Managed::Ignore => real(pointer, size, flags),
             Managed::Refuse => {
-                accounts::report(state, device, size_of, RefusedReason::Managed);
+                if let Ok(device) = device {
+                    accounts::report(state, device, size_of, RefusedReason::Managed);
+                }
                 NOT_SUPPORTED
             }
             Managed::Charge => {
                 // SAFETY: the driver has written it.
                 let allocated = || (unsafe { *pointer }, size_of);
-                allocate(state, device, size_of, || real(pointer, size, flags), allocated)
+                allocate(state, size_of, || real(pointer, size, flags), allocated)
             }
         }
     }

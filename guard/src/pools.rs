@@ -14,7 +14,7 @@ use highwater_guard_abi::wire::RefusedReason;
 
 use crate::accounts::{self, footprint};
 use crate::client;
-use crate::code::{Code, NOT_SUPPORTED, OUT_OF_MEMORY, SUCCESS};
+use crate::code::{self, Code, NOT_FOUND, NOT_SUPPORTED, OUT_OF_MEMORY, SUCCESS};
 use crate::graphs;
 use crate::plain::{self, released};
 use crate::state::{self, Device, State};
@@ -128,7 +128,7 @@ impl Pool {
         if self.stage != LIVE || self.counted == 0 {
             return;
         }
-        let (Some(reserved), Some(device)) = (reserved(self.handle), state.device_at(self.device)) else {
+        let (Ok(reserved), Some(device)) = (reserved(self.handle), state.device_at(self.device)) else {
             return;
         };
         let needed = if self.coming == 0 { 0 } else { self.expected().min(self.charged) };
@@ -153,8 +153,8 @@ impl Pool {
     }
 }
 
-/// What a pool has reserved now.
-fn reserved(pool: Handle) -> Option<u64> {
+/// What a pool has reserved now. An error is the driver's code.
+fn reserved(pool: Handle) -> Result<u64, Code> {
     let mut value = 0_u64;
     let code = relaxed(|| {
         // SAFETY: the function writes a number of 64 bits for this attribute.
@@ -162,7 +162,7 @@ fn reserved(pool: Handle) -> Option<u64> {
             driver!(cuMemPoolGetAttribute(pool => Handle, RESERVED => c_int, (&raw mut value).cast() => *mut c_void))
         }
     });
-    (code == SUCCESS).then_some(value)
+    if code == SUCCESS { Ok(value) } else { Err(code) }
 }
 
 /// Charges every pool for what it has reserved now.
@@ -205,13 +205,17 @@ pub(crate) fn freed(state: &'static State, entry: &Entry) {
     state.dirty.store(LOOKS, Ordering::Relaxed);
 }
 
-/// The pool that a device's allocations come from.
-fn current_pool(device: u8) -> Option<Handle> {
+/// The pool that a device's allocations come from. An error is the driver's code.
+fn current_pool(device: u8) -> Result<Handle, Code> {
     let mut pool = ptr::null_mut();
     // SAFETY: the function takes a place for a handle.
     let code =
         unsafe { driver!(cuDeviceGetMemPool(&raw mut pool => *mut Handle, c_int::from(device) => c_int)) };
-    (code == SUCCESS && !pool.is_null()).then_some(pool)
+    match code {
+        SUCCESS if pool.is_null() => Err(NOT_FOUND),
+        SUCCESS => Ok(pool),
+        why => Err(why),
+    }
 }
 
 /// Where an allocation comes from.
@@ -250,8 +254,13 @@ fn allocate(
         return call();
     }
     client::heed(state);
-    let Some(on) = streams::device_of(state, stream) else { return call() };
-    let Some(handle) = pool.or_else(|| current_pool(state.index_of(on))) else { return call() };
+    let from = streams::device_of(state, stream)
+        .and_then(|on| Ok((on, pool.map_or_else(|| current_pool(state.index_of(on)), Ok)?)));
+    let (on, handle) = match from {
+        Ok(from) => from,
+        // SAFETY: the driver has written it.
+        Err(why) => return code::uncharged(why, call, || give_back(unsafe { *out }, (stream, null))),
+    };
     let size = sys::bytes(size).div_ceil(BLOCK).saturating_mul(BLOCK);
     let mut pools = state.pools.lock();
     let index = match source(&mut pools, handle, state.index_of(on)) {
@@ -299,26 +308,21 @@ fn allocate(
     // It is noted before the pool is looked at, so that the free of an entry with the same pointer
     // that was never seen comes first.
     let noted = plain::remember(state, entry);
-    // What the pool grew by beyond what was expected has to fit as well.
-    let beyond = with(state, index, |pool| {
+    // What the pool grew by beyond what was expected has to be known, and to fit as well.
+    let (beyond, why) = with(state, index, |pool| {
         pool.coming = pool.coming.saturating_sub(size);
         pool.live = pool.live.saturating_add(size);
-        let beyond = reserved(handle).unwrap_or(0).saturating_sub(pool.charged);
+        let (reserved, why) = reserved(handle).map_or_else(|why| (0, why), |bytes| (bytes, SUCCESS));
+        let beyond = reserved.saturating_sub(pool.charged);
         pool.charged = pool.charged.saturating_add(beyond);
-        beyond
+        (beyond, why)
     });
-    if noted.is_ok() && accounts::charge(state, device, beyond).is_ok() {
+    if why == SUCCESS && noted.is_ok() && accounts::charge(state, device, beyond).is_ok() {
         with(state, index, |pool| pool.settle(state));
         return SUCCESS;
     }
     state.table.take(Space::Pointer, pointer);
-    // SAFETY: it was allocated just now on this stream, and nobody else knows it.
-    unsafe {
-        match null {
-            NullStream::Shared => driver!(cuMemFreeAsync(pointer => u64, stream => Stream)),
-            NullStream::OfThread => driver!(cuMemFreeAsync_ptsz(pointer => u64, stream => Stream)),
-        }
-    };
+    give_back(pointer, (stream, null));
     with(state, index, |pool| {
         pool.live = pool.live.saturating_sub(size);
         if noted.is_ok() {
@@ -328,7 +332,18 @@ fn allocate(
     });
     trim(state, device);
     state.dirty.store(LOOKS, Ordering::Relaxed);
-    OUT_OF_MEMORY
+    if why == SUCCESS { OUT_OF_MEMORY } else { why }
+}
+
+/// Gives back what was allocated just now on this stream, and what nobody else knows of.
+fn give_back(pointer: u64, (stream, null): (Stream, NullStream)) {
+    // SAFETY: nobody has it.
+    unsafe {
+        match null {
+            NullStream::Shared => driver!(cuMemFreeAsync(pointer => u64, stream => Stream)),
+            NullStream::OfThread => driver!(cuMemFreeAsync_ptsz(pointer => u64, stream => Stream)),
+        }
+    };
 }
 
 /// Allocates from a pool that is not followed, and charges the allocation itself.
@@ -396,14 +411,14 @@ fn free(
     code
 }
 
-/// Whether a pool with these properties counts, and on which device. An error is the driver's code
-/// with which it is refused.
+/// Whether a pool with these properties counts, and on which device. An error is the code with which
+/// it is refused.
 fn counts(state: &'static State, kind: c_int, location: Location) -> Result<Option<&'static Device>, Code> {
     let of_device = location.kind == DEVICE;
     let device = if of_device { state.device(location.id) } else { streams::current_device(state) };
     match (kind, device) {
-        (PINNED, Some(device)) if of_device => Ok(Some(device)),
-        (MANAGED, Some(device)) => match accounts::managed(state, device) {
+        (PINNED, device) if of_device => device.map(Some),
+        (MANAGED, Ok(device)) => match accounts::managed(state, device) {
             Managed::Charge => Ok(Some(device)),
             Managed::Ignore => Ok(None),
             Managed::Refuse => {
@@ -491,7 +506,12 @@ hooks! {
         let (kind, location) = unsafe { ((*properties).kind, (*properties).location) };
         let counted = match counts(state, kind, location) {
             Ok(counted) => counted,
-            Err(refusal) => return refusal,
+            Err(why) => {
+                return code::uncharged(why, || real(pool, properties), || {
+                    // SAFETY: the driver has made it just now, and nobody has it.
+                    unsafe { driver!(cuMemPoolDestroy(*pool => Handle)) };
+                });
+            }
         };
         let code = real(pool, properties);
         if code == SUCCESS {

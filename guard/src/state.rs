@@ -12,7 +12,7 @@ use highwater_guard_abi::wire::STRENGTH_STOPPED;
 use crate::accounts::Accounts;
 use crate::blocks::Blocks;
 use crate::client::{self, Client};
-use crate::code::{Code, SUCCESS};
+use crate::code::{Code, INVALID_DEVICE, SUCCESS};
 use crate::contexts::ContextAccount;
 use crate::exports::Exports;
 use crate::graphs::GraphAccount;
@@ -218,13 +218,14 @@ impl State {
         None
     }
 
-    /// The device with that ordinal of the driver.
-    pub(crate) fn device(&'static self, ordinal: i32) -> Option<&'static Device> {
-        let device = self.devices.get(usize::try_from(ordinal).ok()?)?;
+    /// The device with that ordinal of the driver. An error is the driver's code for it.
+    pub(crate) fn device(&'static self, ordinal: i32) -> Result<&'static Device, Code> {
+        let index = usize::try_from(ordinal).map_err(|_| INVALID_DEVICE)?;
+        let device = self.devices.get(index).ok_or(INVALID_DEVICE)?;
         if device.known.load(Ordering::Acquire) == 0 {
             device.learn(ordinal)?;
         }
-        Some(device)
+        Ok(device)
     }
 
     /// The device at that place of the list.
@@ -241,7 +242,7 @@ impl State {
 
 impl Device {
     #[cold]
-    fn learn(&self, ordinal: i32) -> Option<()> {
+    fn learn(&self, ordinal: i32) -> Result<(), Code> {
         let mut uuid = [0_u8; 16];
         // SAFETY: both functions take a place for 16 bytes. The first knows MIG instances.
         let code = unsafe {
@@ -251,14 +252,14 @@ impl Device {
             }
         };
         if code != SUCCESS {
-            return None;
+            return Err(code);
         }
         let (low, high) = uuid.split_at(8);
         for (half, bytes) in self.uuid.iter().zip([low, high]) {
             half.store(bytes.try_into().map_or(0, u64::from_le_bytes), Ordering::Relaxed);
         }
         self.known.store(1, Ordering::Release);
-        Some(())
+        Ok(())
     }
 
     /// Its UUID, once a call named it.

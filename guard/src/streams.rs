@@ -12,15 +12,13 @@ use crate::{client, graphs, pools, virtual_memory};
 type Stream = *mut c_void;
 type Context = *mut c_void;
 
-/// The device of the calling thread's context.
-///
-/// A thread may have none (the driver says 201): then there is nothing to charge, and the driver
-/// has the answer to whatever was called.
-pub(crate) fn current_device(state: &'static State) -> Option<&'static Device> {
+/// The device of the calling thread's context. An error is the driver's code: 201 where the thread has
+/// no context.
+pub(crate) fn current_device(state: &'static State) -> Result<&'static Device, Code> {
     let mut device = 0;
     // SAFETY: the function takes a place for a number.
     let code = unsafe { driver!(cuCtxGetDevice(&raw mut device => *mut c_int)) };
-    if code == SUCCESS { state.device(device) } else { None }
+    if code == SUCCESS { state.device(device) } else { Err(code) }
 }
 
 /// The calling thread's context; null if it has none.
@@ -31,8 +29,8 @@ pub(crate) fn current_context() -> Context {
     if code == SUCCESS { context } else { core::ptr::null_mut() }
 }
 
-/// The device on which a stream runs.
-pub(crate) fn device_of(state: &'static State, stream: Stream) -> Option<&'static Device> {
+/// The device on which a stream runs. An error is the driver's code.
+pub(crate) fn device_of(state: &'static State, stream: Stream) -> Result<&'static Device, Code> {
     // Null and two small numbers stand for the default streams of the current context.
     if stream.addr() <= 2 {
         return current_device(state);

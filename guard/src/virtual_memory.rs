@@ -8,7 +8,7 @@ use core::mem::size_of;
 use core::sync::atomic::Ordering;
 
 use crate::accounts::{self, footprint};
-use crate::code::{Code, OUT_OF_MEMORY, SUCCESS};
+use crate::code::{self, Code, OUT_OF_MEMORY, SUCCESS};
 use crate::exports::{self, Origin};
 use crate::ipc::{self, OpaqueHandle};
 use crate::pools::{DEVICE, Location};
@@ -287,8 +287,14 @@ fn create(
 ) -> Code {
     // The properties say where it goes; no context is needed, and memory of the host is no matter
     // of ours.
-    let device = if location.kind == DEVICE { state.device(location.id) } else { None };
-    let Some(device) = device else { return make() };
+    if location.kind != DEVICE {
+        return make();
+    }
+    let device = match state.device(location.id) {
+        Ok(device) => device,
+        // SAFETY: the driver has written it.
+        Err(why) => return code::uncharged(why, make, || give_back(unsafe { *out })),
+    };
     let bytes = footprint(sys::bytes(size));
     if accounts::charge(state, device, bytes).is_err() {
         return OUT_OF_MEMORY;
@@ -304,12 +310,17 @@ fn create(
     if add(state, &mut locked, handle, device, (bytes, 0)).is_err() {
         drop(locked);
         // What cannot be remembered must not be had.
-        // SAFETY: it was made just now, and nobody else knows it.
-        unsafe { driver!(cuMemRelease(handle => Handle)) };
+        give_back(handle);
         accounts::uncharge(state, device, bytes);
         return OUT_OF_MEMORY;
     }
     SUCCESS
+}
+
+/// Gives back a handle that the driver made just now, and that nobody else knows of.
+fn give_back(handle: Handle) {
+    // SAFETY: nobody has it.
+    unsafe { driver!(cuMemRelease(handle => Handle)) };
 }
 
 fn release(state: &'static State, handle: Handle, release: impl FnOnce() -> Code) -> Code {
@@ -442,17 +453,26 @@ fn import(state: &'static State, out: *mut Handle, origin: Origin, import: impl 
             use_handle(state, handle, None);
         }
         Origin::Elsewhere => {
-            if let Some(device) = device_of(state, handle) {
-                // Where it cannot be remembered it is not charged: it is not ours to free.
-                let _unknown = add(state, &mut locked, handle, device, (0, flag::FOREIGN));
+            let added = match device_of(state, handle) {
+                Ok(Some(device)) => add(state, &mut locked, handle, device, (0, flag::FOREIGN))
+                    .map_err(|NoRoom| OUT_OF_MEMORY),
+                Ok(None) => Ok(()),
+                Err(why) => Err(why),
+            };
+            if let Err(why) = added {
+                // What cannot be charged once it is mapped must not be had.
+                drop(locked);
+                give_back(handle);
+                return why;
             }
         }
     }
     code
 }
 
-/// The device of whatever memory a handle is of.
-fn device_of(state: &'static State, handle: Handle) -> Option<&'static Device> {
+/// The device of whatever memory a handle is of; none for memory of the host. An error is the driver's
+/// code.
+fn device_of(state: &'static State, handle: Handle) -> Result<Option<&'static Device>, Code> {
     let mut says = core::mem::MaybeUninit::<AllocationProperties>::zeroed();
     // SAFETY: the function takes a place for properties; all of it are numbers and a pointer.
     let (code, location) = unsafe {
@@ -461,7 +481,11 @@ fn device_of(state: &'static State, handle: Handle) -> Option<&'static Device> {
         ));
         (code, says.assume_init().location)
     };
-    if code == SUCCESS && location.kind == DEVICE { state.device(location.id) } else { None }
+    match (code, location.kind) {
+        (SUCCESS, DEVICE) => state.device(location.id).map(Some),
+        (SUCCESS, _) => Ok(None),
+        (why, _) => Err(why),
+    }
 }
 
 fn map_arrays(state: &'static State, list: *const ArrayMapping, count: c_uint, code: Code) -> Code {

@@ -554,6 +554,29 @@ fn a_pod_none_of_whose_processes_has_a_guard_says_so() {
 }
 
 #[test]
+fn b06_a_pod_whose_programs_run_without_the_guard_that_it_has_is_below_its_strength_and_told() {
+    let mut bench = Bench::new(&json!([layer("Enforce", &Value::Null, "Guard")]));
+    bench.settle();
+    bench.notices();
+    // As where the loader could not read the guard: memory in the driver's list, and nobody says hello.
+    bench.card.holds("a", 7, GI);
+    bench.sample(100);
+    assert_eq!(bench.strength("a"), (Strength::Observe, Some(StrengthReason::GuardNotConnected)));
+    let found = News::Inspected { pod: "a".into(), pid: 7, comm: "server".into(), other_root: false };
+    bench.engine.guards(found);
+    for _ in 0..40 {
+        bench.sample(100);
+    }
+    let notices = bench.notices();
+    assert!(notices.len() == 1 && notices[0].contains("no process of the pod has a guard"), "{notices:?}");
+    let below = bench.facts().below.into_iter().find(|below| below.name == "a").unwrap();
+    assert_eq!((below.asked, below.active), (Strength::Guard, Strength::Observe));
+    assert_eq!(below.reason, StrengthReason::GuardNotConnected);
+    let series = "highwater_pod_strength_below_minimum{device=\"0\",namespace=\"team\",node=\"n1\",pod=\"a\",reason=\"GuardNotConnected\"} 1";
+    assert!(bench.engine.render(None).contains(series));
+}
+
+#[test]
 fn a_process_that_goes_round_its_own_guard_is_found() {
     let mut bench = Bench::new(&enforced(&Value::Null));
     let guest = bench.join("a", 1);

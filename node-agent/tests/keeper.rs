@@ -561,7 +561,7 @@ fn publish(node: &Node) -> NodePublishVolumeRequest {
 #[tokio::test]
 async fn the_kubelet_finds_the_driver_and_gets_its_volumes_across_a_hand_over() {
     let node = Node::start();
-    let mut first = node.keeper_with_volumes(b"guard one").await;
+    let mut first = node.keeper_with_volumes(b"\x7fELF guard one").await;
     let registry = connect_unix(node.registration()).await.unwrap();
     let info = RegistrationClient::new(registry).get_info(InfoRequest {}).await.unwrap().into_inner();
     assert_eq!((info.r#type.as_str(), info.name.as_str()), ("CSIPlugin", "guard.highwater.dev"));
@@ -575,23 +575,27 @@ async fn the_kubelet_finds_the_driver_and_gets_its_volumes_across_a_hand_over() 
     let target = node.volume(UID).join("mount");
     fs::create_dir_all(node.volume(UID)).unwrap();
     driver.node_publish_volume(publish(&node)).await.unwrap();
-    assert_eq!(fs::read(target.join("libhighwater-guard.so")).unwrap(), b"guard one");
+    assert_eq!(fs::read(target.join("libhighwater-guard.so")).unwrap(), b"\x7fELF guard one");
     let writable = NodePublishVolumeRequest { readonly: false, ..publish(&node) };
     let refused = driver.node_publish_volume(writable).await.unwrap_err();
     assert_eq!(refused.code(), tonic::Code::InvalidArgument);
 
-    let _second = node.keeper_with_volumes(b"guard two").await;
+    let _second = node.keeper_with_volumes(b"\x7fELF guard two").await;
     first.kill();
     let mut driver = NodeClient::new(connect_unix(&info.endpoint).await.unwrap());
     driver.node_publish_volume(publish(&node)).await.unwrap();
-    assert_eq!(fs::read(target.join("libhighwater-guard.so")).unwrap(), b"guard one", "a running pod's own");
+    assert_eq!(
+        fs::read(target.join("libhighwater-guard.so")).unwrap(),
+        b"\x7fELF guard one",
+        "a running pod's own"
+    );
     let unpublish =
         NodeUnpublishVolumeRequest { volume_id: "csi-1".into(), target_path: publish(&node).target_path };
     driver.node_unpublish_volume(unpublish.clone()).await.unwrap();
     driver.node_unpublish_volume(unpublish).await.unwrap();
     assert!(!target.exists());
     driver.node_publish_volume(publish(&node)).await.unwrap();
-    assert_eq!(fs::read(target.join("libhighwater-guard.so")).unwrap(), b"guard two");
+    assert_eq!(fs::read(target.join("libhighwater-guard.so")).unwrap(), b"\x7fELF guard two");
 }
 
 #[tokio::test]
@@ -599,7 +603,11 @@ async fn a_full_disk_is_told_and_leaves_nothing_behind() {
     let node = Node::start();
     fs::create_dir_all(node.volume(UID)).unwrap();
     // The pods' directory on a disk of 64 KiB, in a mount namespace of the keeper's own.
-    let Some(keeper) = node.keeper_on_small_disk(&vec![1; 1 << 20], UID).await else { return };
+    let Some(keeper) =
+        node.keeper_on_small_disk(&[b"\x7fELF".to_vec(), vec![1; 1 << 20]].concat(), UID).await
+    else {
+        return;
+    };
     let endpoint = node.kubelet_root().join("plugins/guard.highwater.dev/csi.sock");
     let mut driver = NodeClient::new(connect_unix(endpoint).await.unwrap());
     for _ in 0..2 {

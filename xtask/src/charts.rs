@@ -2,6 +2,8 @@
 //!
 //! Each `charts/highwater/ci/*-values.yaml` is rendered once, and so are the values of the first chart.
 
+mod paths;
+
 use std::{
     collections::BTreeSet,
     env, fs,
@@ -77,6 +79,7 @@ pub(crate) fn check(root: &Path) -> Result<Vec<String>> {
             broken_promises(&objects, privileged)
                 .into_iter()
                 .chain(guard_faults(&objects))
+                .chain(paths::faults(&objects))
                 .map(|broken| format!("{name}: {broken}")),
         );
         problems.extend(unknown_flags(root, &objects).into_iter().map(|flag| format!("{name}: {flag}")));

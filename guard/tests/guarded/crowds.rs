@@ -5,6 +5,14 @@ use std::time::{Duration, Instant};
 use crate::host::{Host, Program};
 use crate::{CONTEXT, GIB, KIB, MIB, REFUSED};
 
+/// The longest that the guard lets anybody wait for anything, but for memory that is to come.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+fn signal(program: &Program, name: &str) {
+    let process = program.pid().to_string();
+    assert!(std::process::Command::new("kill").args([name, &process]).status().unwrap().success());
+}
+
 #[test]
 fn a03_two_racing_allocations_one_refused() {
     let host = Host::start();
@@ -70,19 +78,63 @@ fn h09_a_process_that_is_stopped_delays_nobody() {
     let pod = host.pod(4 * GIB);
     let mut stopped = pod.ready();
     stopped.tell("forever 4M");
-    let signal = |name: &str| {
-        let status =
-            std::process::Command::new("kill").args([name, &stopped.pid().to_string()]).status().unwrap();
-        assert!(status.success());
-    };
     let mut other = pod.ready();
     for _ in 0..20 {
-        signal("-STOP");
+        signal(&stopped, "-STOP");
         let began = Instant::now();
         other.succeed(&["alloc a 64M", "free a", "info"]);
         assert!(began.elapsed() < Duration::from_secs(1));
-        signal("-CONT");
+        signal(&stopped, "-CONT");
     }
+}
+
+#[test]
+fn s11_nobody_waits_for_who_was_killed_or_stopped_though_nobody_gives_back_what_they_held() {
+    let host = Host::start();
+    let mut pod = host.pod(64 * GIB);
+    let mut witness = pod.ready();
+    let mut victims: Vec<Program> = (0..10).map(|_| pod.ready()).collect();
+    for victim in &mut victims {
+        victim.tell("forever 4M");
+    }
+    // Without an agent nothing is reaped: the last change of a victim stays half done, if it was.
+    pod.agent.die();
+    let mut slowest = Duration::ZERO;
+    for (round, victim) in victims.iter_mut().enumerate() {
+        if round % 2 == 0 {
+            victim.kill();
+        } else {
+            signal(victim, "-STOP");
+        }
+        let began = Instant::now();
+        witness.succeed(&["alloc a 64M", "info", "free a"]);
+        slowest = slowest.max(began.elapsed());
+    }
+    assert!(slowest < PATIENCE, "{slowest:?}");
+}
+
+#[test]
+fn s6_threads_that_allocate_free_and_ask_at_once_leave_the_charges_exact() {
+    let host = Host::start();
+    let limit = CONTEXT + 256 * MIB;
+    let pod = host.pod(limit);
+    let mut program = pod.ready();
+    let (used, mut witness) = (host.memory().used, pod.program());
+    program.tell("storm 8 150");
+    // Who asks meanwhile never sees more than there is.
+    for _ in 0..50 {
+        let numbers = witness.numbers("nvml");
+        let (total, free, used) = (numbers[2], numbers[3], numbers[4]);
+        assert_eq!((total, free + used), (limit, limit));
+        assert!(pod.agent.charged() <= limit);
+    }
+    // Others than a refusal, allocations, and refusals.
+    let numbers = Vec::from_iter(program.answer().split(' ').map(|word| word.parse::<u64>().unwrap()));
+    assert_eq!(numbers[0], 0, "{numbers:?}");
+    assert!(numbers[1] > 300 && numbers[2] > 0, "{numbers:?}");
+    program.succeed(&["stream", "sync"]);
+    assert_eq!((host.memory().used, pod.agent.charged()), (used, CONTEXT));
+    assert!(pod.agent.is_consistent());
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! What programs are told of memory is the quota, in every way in which they can ask.
 
-use highwater_guard_abi::page::DeviceQuota;
+use highwater_guard_abi::page::{DeviceQuota, Managed};
 
 use crate::host::Host;
 use crate::{CONTEXT, GIB, MIB};
@@ -51,6 +51,26 @@ fn h03_null_places_are_passed_on() {
     let (ours, theirs) = (program.numbers("infonull"), unguarded.numbers("infonull"));
     assert_eq!(ours[..2], theirs[..2]);
     assert_eq!(ours[2], LIMIT);
+}
+
+#[test]
+fn h07_the_driver_says_of_a_pointer_whether_it_is_managed() {
+    let host = Host::start();
+    let quota = host.quota(0, LIMIT);
+    let pod = host.pod_with(&[quota]);
+    let (mut program, mut unguarded) = (pod.ready(), host.unguarded());
+    unguarded.start();
+    for managed in [Managed::Charge, Managed::Ignore] {
+        pod.agent.set(&DeviceQuota { managed, ..quota });
+        for (order, answer) in [("managed x 64M", "0 1"), ("alloc x 64M", "0 0"), ("alloc x 1K", "0 0")] {
+            for program in [&mut program, &mut unguarded] {
+                program.succeed(&[order]);
+                assert_eq!(program.ask("ismanaged x"), answer, "{order}");
+                program.succeed(&["free x"]);
+                assert_ne!(program.ask("ismanaged x").split(' ').next(), Some("0"), "{order}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -17,6 +17,7 @@ mod host;
 
 mod crowds;
 mod families;
+mod faults;
 mod information;
 mod links;
 mod lookups;

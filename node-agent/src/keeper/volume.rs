@@ -1,6 +1,7 @@
 //! A guard's volume: a plain directory in the pod's own, which appears whole or not at all. What
 //! lies there is the only record of it.
 
+mod damage;
 mod request;
 
 use std::{
@@ -113,7 +114,8 @@ impl Volumes {
     }
 
     /// Makes a volume appear. One that is there stays as it is, whatever its version: the pod
-    /// runs with it.
+    /// runs with it. One from which the loader could not take the guard is refused, so that nothing
+    /// runs in the pod that believes to be guarded.
     pub(crate) fn publish(&self, request: &NodePublishVolumeRequest) -> Result<Published, Refusal> {
         let _busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
         let request = validate(request, &self.root)?;
@@ -123,7 +125,9 @@ impl Volumes {
             Refusal::new(Kind::NotReady, "the kubelet has not made the directory of the volume")
         })?;
         match contents(&parent, MOUNT)? {
-            Contents::Whole => return Ok(published),
+            Contents::Whole => {
+                return damage::of(&parent, MOUNT).map_or(Ok(published), |damage| Err(damage.refusal()));
+            }
             Contents::Absent | Contents::Empty => {}
             Contents::Strange(name) => return Err(strange(&name)),
         }
@@ -201,7 +205,15 @@ impl Volumes {
         let refuse = |why: String| Refusal::new(Kind::NotReady, why);
         let path = self.library.as_ref();
         let path = path.ok_or_else(|| refuse("this keeper has no guard: set --guard-library".to_owned()))?;
-        File::open(path).map_err(|error| refuse(format!("cannot open the guard {}: {error}", path.display())))
+        let failed = |error: io::Error| refuse(format!("cannot open the guard {}: {error}", path.display()));
+        let mut file = File::open(path).map_err(failed)?;
+        if !damage::is_library(&mut file).map_err(failed)? {
+            return Err(refuse(format!(
+                "the guard {} is no library: check the keeper's image",
+                path.display()
+            )));
+        }
+        Ok(file)
     }
 }
 
@@ -341,6 +353,9 @@ mod tests {
     use super::*;
 
     const UID: &str = "6b0f3c52-66f2-4a52-9f0e-0c1d2e3f4a5b";
+    const OTHER: &str = "6b0f3c52-66f2-4a52-9f0e-0c1d2e3f4a5c";
+    const OLD: &[u8] = b"\x7fELF library";
+    const NEW: &[u8] = b"\x7fELF newer library, and longer";
 
     struct Node {
         root: tempfile::TempDir,
@@ -351,11 +366,11 @@ mod tests {
         fn new() -> Self {
             let root = tempfile::tempdir().unwrap();
             let library = root.path().join("guard.so");
-            fs::write(&library, b"library").unwrap();
-            fs::create_dir_all(
-                root.path().join(format!("pods/{UID}/volumes/kubernetes.io~csi/highwater-guard")),
-            )
-            .unwrap();
+            fs::write(&library, OLD).unwrap();
+            for pod in [UID, OTHER] {
+                let directory = format!("pods/{pod}/volumes/kubernetes.io~csi/highwater-guard");
+                fs::create_dir_all(root.path().join(directory)).unwrap();
+            }
             let ready = root.path().join("ready");
             fs::write(&ready, b"program").unwrap();
             let volumes = Volumes::new(root.path().to_owned(), Some(library), Some(ready));
@@ -363,20 +378,28 @@ mod tests {
         }
 
         fn target(&self) -> PathBuf {
-            self.root.path().join(format!("pods/{UID}/volumes/kubernetes.io~csi/highwater-guard/mount"))
+            self.target_of(UID)
+        }
+
+        fn target_of(&self, pod: &str) -> PathBuf {
+            self.root.path().join(format!("pods/{pod}/volumes/kubernetes.io~csi/highwater-guard/mount"))
         }
 
         fn request(&self) -> NodePublishVolumeRequest {
+            self.request_of(UID)
+        }
+
+        fn request_of(&self, pod: &str) -> NodePublishVolumeRequest {
             let context = [
                 (EPHEMERAL, "true"),
-                (POD_UID, UID),
+                (POD_UID, pod),
                 (POD_NAME, "server"),
                 (POD_NAMESPACE, "llm"),
                 ("preload", "/usr/lib/libjemalloc.so:/opt/b.so\n"),
             ];
             NodePublishVolumeRequest {
                 volume_id: "csi-1".into(),
-                target_path: self.target().to_str().unwrap().into(),
+                target_path: self.target_of(pod).to_str().unwrap().into(),
                 readonly: true,
                 volume_capability: Some(VolumeCapability {
                     access_type: Some(AccessType::Mount(MountVolume::default())),
@@ -411,18 +434,12 @@ mod tests {
             (mode(LIBRARY), mode(PRELOAD), mode(VERSION), mode(RUN), mode("")),
             (0o555, 0o444, 0o444, 0o755, 0o755)
         );
-        assert_eq!(fs::read(target.join(LIBRARY)).unwrap(), b"library");
+        assert_eq!(fs::read(target.join(LIBRARY)).unwrap(), OLD);
         assert_eq!((fs::read(target.join(READY)).unwrap(), mode(READY)), (b"program".to_vec(), 0o555));
         assert_eq!(
             fs::read_to_string(target.join(PRELOAD)).unwrap(),
             "/opt/highwater/libhighwater-guard.so\n/usr/lib/libjemalloc.so\n/opt/b.so\n"
         );
-        assert_ne!(file(LIBRARY).ino(), fs::metadata(node.root.path().join("guard.so")).unwrap().ino());
-        // Again, with a newer guard: a running pod keeps what it has.
-        let inode = file(LIBRARY).ino();
-        fs::write(node.root.path().join("guard.so"), b"newer").unwrap();
-        assert!(!node.volumes.publish(&node.request()).unwrap().new);
-        assert_eq!(file(LIBRARY).ino(), inode);
         // The agent's socket goes with it.
         // Its path is longer than one of a socket may be.
         let run = fs::File::open(target.join(RUN)).unwrap();
@@ -433,6 +450,93 @@ mod tests {
         node.unpublish().unwrap();
         fs::remove_dir(target.parent().unwrap()).unwrap();
         node.unpublish().unwrap();
+    }
+
+    #[test]
+    fn h12_a_newer_guard_leaves_what_running_pods_have_mapped_as_it_is() {
+        let node = Node::new();
+        node.volumes.publish(&node.request()).unwrap();
+        let inode = |pod: &str| fs::metadata(node.target_of(pod).join(LIBRARY)).unwrap().ino();
+        let had = inode(UID);
+        // What is open stays, as what is mapped does.
+        let mapped = File::open(node.target().join(LIBRARY)).unwrap();
+        let read = || {
+            let mut bytes = vec![0; NEW.len()];
+            let length = rustix::io::pread(&mapped, &mut bytes, 0).unwrap();
+            bytes.truncate(length);
+            bytes
+        };
+        // The keeper's own copy is written over in place, and the next keeper has one of another name.
+        let library = node.root.path().join("guard.so");
+        assert_ne!(fs::metadata(&library).unwrap().ino(), had);
+        fs::write(&library, NEW).unwrap();
+        let moved = node.root.path().join("newer.so");
+        fs::rename(&library, &moved).unwrap();
+        let newer = Volumes::new(node.root.path().to_owned(), Some(moved), None);
+        for _ in 0..2 {
+            assert!(!newer.publish(&node.request()).unwrap().new);
+            assert_eq!((inode(UID), read()), (had, OLD.to_vec()));
+        }
+        // A pod that comes now has the newer one, at a path and with a version of its own.
+        assert!(newer.publish(&node.request_of(OTHER)).unwrap().new);
+        assert_ne!(inode(OTHER), had);
+        assert_eq!(fs::read(node.target_of(OTHER).join(LIBRARY)).unwrap(), NEW);
+        let version = fs::read_to_string(node.target_of(OTHER).join(VERSION)).unwrap();
+        assert_eq!(version.trim_end(), env!("CARGO_PKG_VERSION"));
+        // Even one that takes the place of the volume of a pod whose processes linger.
+        node.unpublish().unwrap();
+        assert!(newer.publish(&node.request()).unwrap().new);
+        assert_ne!(inode(UID), had);
+        assert_eq!(read(), OLD);
+    }
+
+    #[test]
+    fn b06_b07_what_the_loader_could_not_take_is_no_guard_and_the_pod_waits() {
+        let node = Node::new();
+        for library in [&b""[..], b"ELF", b"#!/bin/sh\n"] {
+            fs::write(node.root.path().join("guard.so"), library).unwrap();
+            let refusal = node.volumes.publish(&node.request()).unwrap_err();
+            assert!(refusal.kind == Kind::NotReady && refusal.message.contains("guard.so"), "{refusal}");
+            assert_eq!(node.beside(), 0);
+        }
+    }
+
+    #[test]
+    fn b06_a_volume_that_became_unreadable_is_refused_and_said_to_be_and_made_anew_for_the_next_pod() {
+        let node = Node::new();
+        let change = |name: &str, mode: u32| {
+            fs::set_permissions(node.target().join(name), fs::Permissions::from_mode(mode)).unwrap();
+        };
+        let replace = |name: &str, text: &str| {
+            let path = node.target().join(name);
+            fs::remove_file(&path).unwrap();
+            fs::write(&path, text).unwrap();
+        };
+        let damages: [(&str, &dyn Fn()); 8] = [
+            (PRELOAD, &|| change(PRELOAD, 0o400)),
+            (PRELOAD, &|| replace(PRELOAD, "")),
+            (PRELOAD, &|| replace(PRELOAD, "/opt/b.so\n")),
+            (PRELOAD, &|| fs::remove_file(node.target().join(PRELOAD)).unwrap()),
+            (LIBRARY, &|| change(LIBRARY, 0o500)),
+            (LIBRARY, &|| replace(LIBRARY, "")),
+            (LIBRARY, &|| fs::remove_file(node.target().join(LIBRARY)).unwrap()),
+            (MOUNT, &|| change("", 0o700)),
+        ];
+        for (index, (name, damage)) in damages.iter().enumerate() {
+            assert!(node.volumes.publish(&node.request()).unwrap().new, "{index}");
+            assert!(!node.volumes.publish(&node.request()).unwrap().new, "{index}");
+            damage();
+            for _ in 0..2 {
+                let refusal = node.volumes.publish(&node.request()).unwrap_err();
+                assert_eq!(refusal.kind, Kind::NotReady, "{index}");
+                assert!(
+                    refusal.message.contains(name) && refusal.message.contains("delete the pod"),
+                    "{refusal}"
+                );
+            }
+            node.unpublish().unwrap();
+            assert_eq!(node.beside(), 0, "{index}");
+        }
     }
 
     #[test]
@@ -493,7 +597,7 @@ mod tests {
         let refusal = node.volumes.publish(&request).unwrap_err();
         assert!(refusal.kind == Kind::NotReady && refusal.message.contains("guard.so"), "{refusal}");
         assert_eq!(node.beside(), 0);
-        fs::write(node.root.path().join("guard.so"), b"back").unwrap();
+        fs::write(node.root.path().join("guard.so"), OLD).unwrap();
         fs::remove_dir(node.target().parent().unwrap()).unwrap();
         assert_eq!(node.volumes.publish(&request).unwrap_err().kind, Kind::NotReady);
     }
@@ -519,9 +623,10 @@ mod tests {
         assert_eq!(Refusal::io("x", &io::ErrorKind::NotFound.into()).kind, Kind::Failed);
         let node = Node::new();
         let request = node.request();
-        // A library that cannot be read through stands for any failure in the middle.
-        let broken = Volumes::new(node.root.path().to_owned(), Some(PathBuf::from("/proc/self/mem")), None);
-        assert!(broken.publish(&request).is_err());
+        // A program that cannot be read stands for any failure in the middle.
+        let (library, unreadable) = (node.root.path().join("guard.so"), PathBuf::from("/proc/self/mem"));
+        let broken = Volumes::new(node.root.path().to_owned(), Some(library), Some(unreadable));
+        assert_eq!(broken.publish(&request).unwrap_err().kind, Kind::Failed);
         assert_eq!(node.beside(), 0);
     }
 }

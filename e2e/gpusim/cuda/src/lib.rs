@@ -12,6 +12,7 @@ mod code;
 mod context;
 mod device;
 mod entry;
+mod failing;
 mod graph;
 mod host;
 mod ipc;
@@ -34,6 +35,9 @@ macro_rules! exports {
             $(#[$doc])*
             #[unsafe(no_mangle)]
             extern "C" fn $name($($argument: $type),*) -> std::ffi::c_uint {
+                if let Some(code) = $crate::failing::code(stringify!($name)) {
+                    return code;
+                }
                 let body = || -> Result<(), $crate::code::Code> { $body };
                 body().map_or_else($crate::code::Code::number, |()| 0)
             }
