@@ -12,7 +12,7 @@ use crate::{CONTEXT, GIB, MIB, REFUSED};
 const LIMIT: u64 = CONTEXT + GIB;
 
 #[test]
-fn h08_what_exceeds_the_quota_is_refused_with_out_of_memory_by_whatever_call() {
+fn h08_s4_what_exceeds_the_quota_is_refused_with_out_of_memory_by_whatever_call() {
     let host = Host::start();
     let pod = host.pod(LIMIT);
     let mut program = pod.ready();
@@ -184,7 +184,7 @@ fn several_mappings_are_unmapped_at_once() {
 }
 
 #[test]
-fn h01_memory_without_a_context_is_charged_to_the_device_in_its_properties() {
+fn h01_s2_memory_without_a_context_is_charged_to_the_device_in_its_properties() {
     let mut config = gpusim::config::Config::default();
     config.devices[0].count = 2;
     let host = Host::with(config);
@@ -192,7 +192,7 @@ fn h01_memory_without_a_context_is_charged_to_the_device_in_its_properties() {
     let mut program = pod.program();
     program.succeed(&["init", "create a 512M 1", "create b 256M 0"]);
     assert_eq!((pod.agent.charged_on(0), pod.agent.charged_on(1)), (256 * MIB, 512 * MIB));
-    // S2: the current context's device is another one.
+    // The current context's device is another one.
     program.succeed(&["retain", "create c 1G 1"]);
     assert_eq!((pod.agent.charged_on(0), pod.agent.charged_on(1)), (256 * MIB + CONTEXT, 1536 * MIB));
     assert_eq!(program.ask("create d 1G 1"), REFUSED);
