@@ -11,14 +11,17 @@ use std::{
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::spec::{CGROUP, Node, Spec};
+use crate::{
+    paths::ClusterId,
+    spec::{Node, Spec},
+};
 
 /// The controllers of version 2 that the kubelet wants to find enabled.
 const CONTROLLERS: &[&str] = &["cpu", "cpuset", "hugetlb", "io", "memory", "pids"];
 
 /// Makes the cgroups of the daemons and of each node's pods.
-pub fn create(spec: &Spec) -> Result<()> {
-    let names = [CGROUP.to_owned(), daemons()].into_iter().chain(spec.nodes().map(Node::cgroup));
+pub fn create(id: ClusterId, spec: &Spec) -> Result<()> {
+    let names = [id.cgroup(), daemons(id)].into_iter().chain(spec.nodes().map(|node| id.cgroup_of(node)));
     let hierarchies = hierarchies()?;
     for name in names {
         for hierarchy in &hierarchies {
@@ -32,15 +35,15 @@ pub fn create(spec: &Spec) -> Result<()> {
 ///
 /// With version 1 only in the hierarchy that processes are found by; limits that the caller lives
 /// under in others go on.
-pub fn join() -> Result<()> {
+pub fn join(id: ClusterId) -> Result<()> {
     let hierarchy = tracking_hierarchy()?;
-    fs::write(hierarchy.path.join(daemons()).join("cgroup.procs"), "0")
+    fs::write(hierarchy.path.join(daemons(id)).join("cgroup.procs"), "0")
         .context("joining the cluster's cgroup")
 }
 
 /// Kills every process of the cluster and waits for the end of the last.
-pub fn kill_all() -> Result<()> {
-    let root = tracking_hierarchy()?.path.join(CGROUP);
+pub fn kill_all(id: ClusterId) -> Result<()> {
+    let root = tracking_hierarchy()?.path.join(id.cgroup());
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
         let alive = processes(&root);
@@ -58,19 +61,14 @@ pub fn kill_all() -> Result<()> {
     }
 }
 
-/// Whether any process of a cluster is left.
-pub fn any_alive() -> Result<bool> {
-    Ok(!processes(&tracking_hierarchy()?.path.join(CGROUP)).is_empty())
-}
-
 /// Removes the cgroups; they have no processes any more.
-pub fn remove() -> Result<()> {
-    remove_below(Path::new(CGROUP))
+pub fn remove(id: ClusterId) -> Result<()> {
+    remove_below(Path::new(&id.cgroup()))
 }
 
 /// Removes the cgroups of a node's pods, as a reboot does.
-pub fn remove_pods(node: Node) -> Result<()> {
-    remove_below(&Path::new(&node.cgroup()).join("kubepods"))
+pub fn remove_pods(id: ClusterId, node: Node) -> Result<()> {
+    remove_below(&Path::new(&id.cgroup_of(node)).join("kubepods"))
 }
 
 fn remove_below(name: &Path) -> Result<()> {
@@ -89,8 +87,8 @@ fn remove_below(name: &Path) -> Result<()> {
     Ok(())
 }
 
-fn daemons() -> String {
-    format!("{CGROUP}/daemons")
+fn daemons(id: ClusterId) -> String {
+    format!("{id}/daemons")
 }
 
 #[derive(Debug, PartialEq, Eq)]

@@ -25,7 +25,7 @@ use crate::{
     node,
     paths::Paths,
     prometheus::{self, Prometheus},
-    spec::{CLUSTER_NETWORK, Node, Spec},
+    spec::{Node, Spec},
 };
 
 /// A handle on the running cluster. Cheap to clone.
@@ -56,9 +56,13 @@ impl Cluster {
     ///
     /// Fails where no cluster is up, or without root.
     pub fn attach() -> Result<Self> {
-        let paths = Paths::from_env()?;
+        Self::attach_to(Paths::from_env()?)
+    }
+
+    /// The same for a cluster that the environment need not name.
+    pub fn attach_to(paths: Paths) -> Result<Self> {
         let spec = Spec::load(&paths).context("no cluster is up: run `cluster up`")?;
-        enter_network(CLUSTER_NETWORK)?;
+        enter_network(&paths.id.network())?;
         Ok(Self { paths, spec, client: Arc::default() })
     }
 
@@ -205,7 +209,7 @@ impl Cluster {
     pub async fn reboot(&self, node: &str) -> Result<()> {
         let component = node::component_name(node);
         self.kill(&component).await?;
-        cgroup::remove_pods(Node::parse(node)?)?;
+        cgroup::remove_pods(self.paths.id, Node::parse(node)?)?;
         for path in node::OWN_PATHS.iter().filter(|path| path.starts_with("/run/")) {
             let folder = self.node_path(node, path);
             fs::remove_dir_all(&folder)

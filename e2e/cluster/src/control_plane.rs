@@ -7,7 +7,6 @@ use crate::{
     control::Component,
     namespace::Place,
     paths::{Paths, write},
-    spec::CLUSTER_NETWORK,
 };
 
 /// What is audited: every write by Highwater's own service accounts, once it is answered. Tests
@@ -103,6 +102,6 @@ pub(crate) fn controllers(paths: &Paths) -> Vec<Component> {
 }
 
 fn component(paths: &Paths, name: &str, arguments: &[String]) -> Component {
-    let place = Place::Network(CLUSTER_NETWORK.into());
+    let place = Place::Network(paths.id.network());
     Component::new(name, place, paths.program(name), arguments.iter().cloned())
 }

@@ -18,7 +18,7 @@ use crate::{
     install::NAMESPACE,
     namespace::Place,
     paths::write,
-    spec::{CLUSTER_NETWORK, host_configuration},
+    spec::host_configuration,
 };
 
 /// Label of the fleet's nodes.
@@ -78,7 +78,7 @@ impl Cluster {
         write(&stages, include_str!("kwok.yaml"))?;
         Ok(Component::new(
             "kwok",
-            Place::Network(CLUSTER_NETWORK.into()),
+            Place::Network(self.paths.id.network()),
             self.paths.program("kwok"),
             [
                 format!("--kubeconfig={}", self.paths.kubeconfig("admin").display()),
@@ -103,7 +103,7 @@ impl Cluster {
         let gpusim_socket = folder.join("gpu.sock");
         let configuration = folder.join("gpusim.json");
         write(&configuration, host_configuration(node, &self.spec).to_string())?;
-        let place = || Place::Network(CLUSTER_NETWORK.into());
+        let place = || Place::Network(self.paths.id.network());
         let mut gpusim = Component::new(
             format!("gpusim-{node}"),
             place(),

@@ -24,7 +24,7 @@
 //! |---|---|
 //! | `lifecycle` | up, down, up to date |
 //! | `packages`, `components`, `images` | what it is made of: Debian packages, built parts, container images |
-//! | `pki`, `network`, `cgroup`, `namespace` | what it stands on |
+//! | `pki`, `network`, `cgroup`, `namespace`, `mount_points` | what it stands on |
 //! | `control_plane`, `node`, `prometheus`, `fleet` | what runs in it |
 //! | `supervisor`, `control` | what keeps that running, and how it is asked for something |
 //! | `cluster`, `install`, `wait` | what tests use |
@@ -32,6 +32,9 @@
 //! A node is a set of Linux namespaces (mounts, processes, network, host name) in which the usual
 //! paths ([`node::OWN_PATHS`]) are folders of its own below [`paths::Paths::data`]. All processes
 //! of a cluster are in one cgroup, by which `cluster down` finds them whatever happened before.
+//!
+//! Several clusters can stand side by side on one machine: `HIGHWATER_E2E_CLUSTER` says which one is
+//! meant ([`paths::ClusterId`]). They share the machine and nothing else.
 
 pub mod cgroup;
 pub mod cluster;
@@ -43,6 +46,7 @@ pub mod fleet;
 pub mod images;
 mod install;
 pub mod lifecycle;
+mod mount_points;
 pub mod namespace;
 mod network;
 pub mod node;

@@ -16,7 +16,7 @@ use crate::{
     cluster::Cluster,
     components::{self, Build},
     control::{self, ComponentStatus, Request},
-    control_plane, images, network, node, packages,
+    control_plane, images, mount_points, network, node, packages,
     paths::{Paths, write},
     pki,
     spec::{Node, Spec},
@@ -129,8 +129,9 @@ fn create(paths: &Paths, spec: &Spec) -> Result<()> {
     spec.save(paths)?;
     pki::issue(paths, spec)?;
     control_plane::prepare(paths)?;
-    cgroup::create(spec)?;
-    network::create(spec)?;
+    cgroup::create(paths.id, spec)?;
+    network::create(paths.id, spec)?;
+    mount_points::make(node::OWN_PATHS)?;
     for node in spec.nodes() {
         node::prepare(paths, node, spec)?;
         place_driver(paths, node)?;
@@ -214,24 +215,19 @@ fn place_driver(paths: &Paths, node: Node) -> Result<()> {
 
 /// Removes everything but the built binaries.
 fn clean(paths: &Paths) -> Result<()> {
-    cgroup::kill_all()?;
-    network::remove()?;
-    cgroup::remove()?;
-    node::remove_mount_points(paths);
+    cgroup::kill_all(paths.id)?;
+    network::remove(paths.id)?;
+    cgroup::remove(paths.id)?;
+    mount_points::remove()?;
     let is_ours = Spec::load(paths).is_some();
     if paths.state.exists() && !is_ours && fs::read_dir(&paths.state)?.next().is_some() {
         let state = paths.state.display();
         bail!("{state} holds something else than a cluster's state: remove it, or set HIGHWATER_E2E_DIR");
     }
-    let leftovers = [
-        paths.data.join("etcd"),
-        paths.data.join("fleet"),
-        paths.data.join("prometheus"),
-        paths.node("n1"),
-        paths.node("n2"),
-        paths.state.clone(),
-    ];
-    for folder in leftovers {
+    let of_parts = ["etcd", "fleet", "prometheus"].map(|part| paths.data.join(part));
+    let of_nodes = Node::all().map(|node| paths.node(&node.name()));
+    // The state is the last: it tells that the others are a cluster's.
+    for folder in of_parts.into_iter().chain(of_nodes).chain([paths.state.clone()]) {
         match fs::remove_dir_all(&folder) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                 return Err(error).with_context(|| format!("removing {}", folder.display()));

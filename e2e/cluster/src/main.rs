@@ -1,4 +1,6 @@
 //! Brings a test cluster up, looks after it, and takes it down. Run it as root.
+//!
+//! Of several on this machine, HIGHWATER_E2E_CLUSTER says which is meant: 0 (the default) to 7.
 
 use std::{
     ffi::OsString,

@@ -21,8 +21,6 @@ use rustix::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::spec::Node;
-
 /// Where a program runs.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -30,7 +28,12 @@ pub enum Place {
     /// In the named network namespace, else on the host.
     Network(String),
     /// As the first process of a new node.
-    NewNode(String),
+    NewNode {
+        /// Node name.
+        name: String,
+        /// The network namespace that the node is in.
+        network: String,
+    },
     /// In the node's namespaces, beside its first process (the host's pid).
     Node {
         /// Node name.
@@ -58,8 +61,8 @@ pub fn spawn(
         let starter = thread::Builder::new().spawn_scoped(scope, || {
             match place {
                 Place::Network(name) => enter_network(name)?,
-                Place::NewNode(name) => {
-                    enter_network(&Node::parse(name)?.network())?;
+                Place::NewNode { network, .. } => {
+                    enter_network(network)?;
                     unshare(UnshareFlags::NEWNS | UnshareFlags::NEWPID | UnshareFlags::NEWUTS)?;
                 }
                 Place::Node { name } => enter_node(first_process(name)?)?,

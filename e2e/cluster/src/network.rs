@@ -7,12 +7,16 @@ use anyhow::{Context, Result};
 
 use crate::{
     command::output,
-    spec::{CLUSTER_NETWORK, Spec},
+    paths::ClusterId,
+    spec::{Node, Spec},
 };
 
+/// Where `ip netns` keeps the namespaces by name.
+const NAMESPACES: &str = "/run/netns";
+
 /// Makes the network of the spec's nodes.
-pub(crate) fn create(spec: &Spec) -> Result<()> {
-    for command in commands(spec) {
+pub(crate) fn create(id: ClusterId, spec: &Spec) -> Result<()> {
+    for command in commands(id, spec) {
         let mut parts = command.split_whitespace();
         let program = parts.next().context("a command has a name")?;
         output(Command::new(program).args(parts))?;
@@ -21,18 +25,23 @@ pub(crate) fn create(spec: &Spec) -> Result<()> {
 }
 
 /// Removes whatever is left of the network.
-pub(crate) fn remove() -> Result<()> {
-    for name in [CLUSTER_NETWORK.to_owned(), format!("{CLUSTER_NETWORK}-n2")] {
-        if Path::new("/run/netns").join(&name).exists() {
+pub(crate) fn remove(id: ClusterId) -> Result<()> {
+    for name in Node::all().map(|node| id.network_of(node)) {
+        if Path::new(NAMESPACES).join(&name).exists() {
             output(Command::new("ip").args(["netns", "delete", &name]))?;
         }
     }
     Ok(())
 }
 
-fn commands(spec: &Spec) -> Vec<String> {
-    let main = CLUSTER_NETWORK;
-    let inside = format!("nsenter --net=/run/netns/{main}");
+/// Whether any cluster of this machine has a network.
+pub(crate) fn any_exists() -> bool {
+    ClusterId::all().any(|id| Path::new(NAMESPACES).join(id.network()).exists())
+}
+
+fn commands(id: ClusterId, spec: &Spec) -> Vec<String> {
+    let main = id.network();
+    let inside = format!("nsenter --net={NAMESPACES}/{main}");
     let mut all = vec![
         format!("ip netns add {main}"),
         format!("ip -n {main} link set lo up"),
@@ -44,7 +53,7 @@ fn commands(spec: &Spec) -> Vec<String> {
         format!("{inside} sysctl -qw net.ipv4.ip_forward=1"),
     ];
     for node in spec.nodes().skip(1) {
-        let (own, address, pods) = (node.network(), node.address(), node.pod_range());
+        let (own, address, pods) = (id.network_of(node), node.address(), node.pod_range());
         all.extend([
             format!("ip netns add {own}"),
             format!("ip -n {own} link set lo up"),
@@ -54,7 +63,7 @@ fn commands(spec: &Spec) -> Vec<String> {
             format!("ip -n {own} link set eth0 up"),
             format!("ip -n {own} route add default via 10.222.0.1"),
             format!("ip -n {main} route add {pods} via {address}"),
-            format!("nsenter --net=/run/netns/{own} sysctl -qw net.ipv4.ip_forward=1"),
+            format!("nsenter --net={NAMESPACES}/{own} sysctl -qw net.ipv4.ip_forward=1"),
         ]);
     }
     all
@@ -66,7 +75,7 @@ mod tests {
 
     #[test]
     fn a_second_node_gets_a_link_an_address_and_a_route_to_its_pods() {
-        let commands = commands(&Spec { nodes: 2, ..Spec::default() });
+        let commands = commands(ClusterId::default(), &Spec { nodes: 2, ..Spec::default() });
         for expected in [
             "ip -n highwater-e2e link add n2 type veth peer name eth0 netns highwater-e2e-n2",
             "ip -n highwater-e2e-n2 addr add 10.222.0.2/24 dev eth0",

@@ -57,13 +57,6 @@ pub fn prepare(paths: &Paths, node: Node, spec: &Spec) -> Result<()> {
     let name = node.name();
     for path in OWN_PATHS {
         fs::create_dir_all(paths.on_node(&name, path))?;
-        // The mount point; `remove_mount_points` takes it away again where it was not there.
-        if !Path::new(path).exists() {
-            fs::create_dir_all(path).with_context(|| format!("making the mount point {path}"))?;
-            let made = paths.state.join("mount-points");
-            let noted = fs::read_to_string(&made).unwrap_or_default();
-            write(&made, format!("{noted}{path}\n"))?;
-        }
     }
     fs::create_dir_all(ready_file(paths, &name).parent().context("has a folder")?)?;
     write(&paths.on_node(&name, "/etc/cni/net.d/10-bridge.conflist"), cni(node))?;
@@ -71,14 +64,6 @@ pub fn prepare(paths: &Paths, node: Node, spec: &Spec) -> Result<()> {
     write(&configuration(paths, node, "gpusim.json"), host_configuration(&name, spec).to_string())?;
     write(&configuration(paths, node, "kubelet.yaml"), kubelet(paths, node))?;
     write(&configuration(paths, node, "kube-proxy.yaml"), kube_proxy(paths, node))
-}
-
-/// Removes the mount points that `prepare` made on the host, as far as they are empty.
-pub fn remove_mount_points(paths: &Paths) {
-    let noted = fs::read_to_string(paths.state.join("mount-points")).unwrap_or_default();
-    for path in noted.lines() {
-        let _ = fs::remove_dir(path);
-    }
 }
 
 /// The node's own programs in the order of their start: first what needs no API server.
@@ -95,7 +80,7 @@ pub fn base_components(paths: &Paths, node: Node) -> Vec<Component> {
     let mut all = vec![
         Component::new(
             component_name(&name),
-            Place::NewNode(name.clone()),
+            Place::NewNode { name: name.clone(), network: paths.id.network_of(node) },
             paths.program("cluster"),
             ["node-init", &name],
         ),
@@ -263,7 +248,7 @@ nodeStatusUpdateFrequency: 5s
 nodeStatusReportFrequency: 24h
 crashLoopBackOff: {{maxContainerRestartPeriod: 1s}}
 "#,
-        cgroup = node.cgroup()
+        cgroup = paths.id.cgroup_of(node)
     )
 }
 

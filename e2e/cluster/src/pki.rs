@@ -103,6 +103,7 @@ current-context: e2e
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::paths::ClusterId;
 
     #[test]
     fn every_node_has_an_identity_that_the_node_authorizer_knows() {
@@ -117,6 +118,7 @@ mod tests {
     fn certificates_and_kubeconfigs_are_written_for_all() {
         let dir = tempfile::tempdir().unwrap();
         let paths = Paths {
+            id: ClusterId::default(),
             state: dir.path().to_owned(),
             data: dir.path().to_owned(),
             cache: dir.path().to_owned(),

@@ -24,7 +24,6 @@ use crate::{
     eventually,
     namespace::Place,
     paths::{Paths, write},
-    spec::CLUSTER_NETWORK,
 };
 
 /// Where it answers, inside the cluster's network.
@@ -41,7 +40,7 @@ pub fn start(paths: &Paths) -> Result<()> {
     let file = paths.state.join("prometheus.yaml");
     write(&targets_file(paths), "[]")?;
     write(&file, configuration(&targets_file(paths)))?;
-    let place = || Place::Network(CLUSTER_NETWORK.into());
+    let place = || Place::Network(paths.id.network());
     let discovery = Component::new(DISCOVERY, place(), paths.program("cluster"), ["discover"]);
     let server = Component::new(
         SERVER,

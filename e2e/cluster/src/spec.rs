@@ -80,13 +80,16 @@ impl Spec {
 pub struct Node(u8);
 
 impl Node {
+    /// The nodes that any cluster can have, n1 first.
+    pub fn all() -> impl Iterator<Item = Self> {
+        [Self(1), Self(2)].into_iter()
+    }
+
     /// `n1` -> the node, if the cluster can have one of that name.
     pub fn parse(name: &str) -> Result<Self> {
-        match name {
-            "n1" => Ok(Self(1)),
-            "n2" => Ok(Self(2)),
-            _ => anyhow::bail!("no node {name}: the real nodes are n1 and n2"),
-        }
+        Self::all()
+            .find(|node| node.name() == name)
+            .with_context(|| format!("no node {name}: the real nodes are n1 and n2"))
     }
 
     /// Name of the node's object.
@@ -104,14 +107,9 @@ impl Node {
         format!("10.222.{}.0/24", self.0)
     }
 
-    /// Network namespace: the first node shares the control plane's.
-    pub fn network(self) -> String {
-        if self.0 == 1 { CLUSTER_NETWORK.to_owned() } else { format!("{CLUSTER_NETWORK}-{self}") }
-    }
-
-    /// Cgroup of the node's pods, below the cgroup root.
-    pub fn cgroup(self) -> String {
-        format!("{CGROUP}/{self}")
+    /// Whether it is the node that shares the control plane's network.
+    pub fn is_first(self) -> bool {
+        self.0 == 1
     }
 }
 
@@ -135,12 +133,6 @@ pub(crate) fn host_configuration(node: &str, spec: &Spec) -> serde_json::Value {
     }
     configuration
 }
-
-/// Network namespace of the control plane, the first node and the tests.
-pub const CLUSTER_NETWORK: &str = "highwater-e2e";
-
-/// Cgroup above everything that the cluster runs.
-pub const CGROUP: &str = "highwater-e2e";
 
 #[cfg(test)]
 mod tests {
@@ -172,6 +164,5 @@ mod tests {
             nodes.iter().map(|n| n.pod_range()).collect::<Vec<_>>(),
             ["10.222.1.0/24", "10.222.2.0/24"]
         );
-        assert_eq!(nodes[1].network(), "highwater-e2e-n2");
     }
 }

@@ -60,7 +60,7 @@ pub fn launch(paths: &Paths) -> Result<()> {
 pub fn serve(paths: &Paths) -> Result<()> {
     // Its own session, so that it outlives the terminal of whoever brought the cluster up.
     let _ = rustix::process::setsid();
-    cgroup::join()?;
+    cgroup::join(paths.id)?;
     let own_pid = rustix::process::getpid();
     write(&paths.pid_file("supervisor"), own_pid.as_raw_nonzero().to_string())?;
     let socket = paths.control_socket();
@@ -170,7 +170,7 @@ impl Supervisor {
     }
 
     fn spawn(&self, component: &Component) -> Result<Child> {
-        if let Place::NewNode(name) = &component.place {
+        if let Place::NewNode { name, .. } = &component.place {
             let _ = fs::remove_file(node::ready_file(&self.paths, name));
         }
         let log = open_log(&self.paths, &component.name)?;
@@ -180,6 +180,7 @@ impl Supervisor {
             .env_clear()
             .env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
             .env("HOME", "/root")
+            .env(paths::CLUSTER_VARIABLE, self.paths.id.number().to_string())
             .env(paths::STATE_VARIABLE, &self.paths.state)
             .env(paths::DATA_VARIABLE, &self.paths.data)
             .envs(&component.environment)
@@ -258,7 +259,7 @@ impl Supervised {
     fn stop(&self) -> Result<()> {
         // The first process of a pid namespace ignores SIGTERM from outside; a node has no other
         // way of being switched off.
-        if matches!(self.component.place, Place::NewNode(_)) {
+        if matches!(self.component.place, Place::NewNode { .. }) {
             return self.kill();
         }
         self.end(Signal::TERM, GRACE).or_else(|_| self.kill())
