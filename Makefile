@@ -7,6 +7,7 @@ export CARGO_TARGET_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/highwater/targ
 OWN := $(shell CARGO_TARGET_DIR=$(CARGO_TARGET_DIR) hack/own-target)
 
 CLUSTER := cargo run --quiet --package highwater-e2e --bin cluster --
+# Which of the machine's clusters is meant: HIGHWATER_E2E_CLUSTER, 0 where it is not set, up to 7.
 # Arguments of `cluster up`, for instance: make up UP='--nodes 2 --gpus 4'
 UP ?=
 ARGS ?=
@@ -14,13 +15,13 @@ ARGS ?=
 .PHONY: help demo test e2e fleet up down images install uninstall status kubectl check generate \
 	sanitize bench-agent bench-decide bench-guard bench-leaks bench-plan bench-pool bench-reaction bench-simulate fuzz
 
-help: ## Show the targets
+help: ## Show the targets; those of a cluster are about HIGHWATER_E2E_CLUSTER (0 to 7)
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: up install ## Bring up a cluster and watch a pod over its quota being restarted
 	cargo run --quiet --package highwater-scenarios --bin demo
 
-test: ## Everything: format, lints, unit tests, generated files, scenarios on a cluster of their own
+test: ## Everything: format, lints, unit tests, generated files, scenarios on clusters of their own
 	@hack/test
 
 up: ## Bring up the test cluster, or bring it up to date

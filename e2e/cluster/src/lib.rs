@@ -34,7 +34,8 @@
 //! of a cluster are in one cgroup, by which `cluster down` finds them whatever happened before.
 //!
 //! Several clusters can stand side by side on one machine: `HIGHWATER_E2E_CLUSTER` says which one is
-//! meant ([`paths::ClusterId`]). They share the machine and nothing else.
+//! meant ([`paths::ClusterId`]). They share the machine and nothing else. The `lanes` program deals the
+//! tests of a test program out over several.
 
 pub mod cgroup;
 pub mod cluster;
