@@ -33,6 +33,10 @@ pub const POD_HOOK: &str = "highwater.dev/hook";
 /// Pod annotation beside [`POD_HOOK`]: the model that Triton is to unload.
 pub const POD_HOOK_MODEL: &str = "highwater.dev/hook-model";
 
+/// Pod annotation: where the pod serves its framework's numbers in Prometheus' text format, on its own
+/// address, as `port` or `port/path` (without a path: `/metrics`). Leak detection reads them.
+pub const POD_METRICS: &str = "highwater.dev/metrics";
+
 /// Pod label (`"true"`) by which a pod opts in to `Park`.
 pub const PARK_LABEL: &str = "highwater.dev/park";
 

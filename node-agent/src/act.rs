@@ -227,6 +227,10 @@ fn note(wanted: &Wanted) -> String {
             size(wanted.used),
             size(wanted.limit)
         ),
+        Because::Leak => {
+            let limit = size(wanted.limit);
+            format!("the pod's memory there grows and may run out soon; it can come to {limit}")
+        }
         Because::Host => {
             return format!(
                 "asked to use less host memory: holds {} of {}, none of which can be dropped",

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use highwater_crds::{
     Action, ActionType, Breaker, BreakerScope, DeviceRule, DriverReserve, Freeze, GpuMemoryNodeSpec, Level,
-    Mode, ParkAction, PlanBreaker, PlanHostMemory, PlanLayer, PlanPool, PlanQuota,
+    Mode, ParkAction, PlanBreaker, PlanHostMemory, PlanLayer, PlanLeaks, PlanPool, PlanQuota,
 };
 use highwater_policy::{
     breaker::{self, Reading, Transition},
@@ -47,6 +47,8 @@ pub(crate) struct Layer {
     pub(crate) breakers: Vec<Watched>,
     /// The rule on the host memory of the pods there.
     pub(crate) host_memory: Option<PlanHostMemory>,
+    /// The rule on leaks of the pods there.
+    pub(crate) leaks: Option<PlanLeaks>,
 }
 
 /// A breaker of a layer.
@@ -181,6 +183,8 @@ pub(crate) enum Because {
     Near,
     /// It is above a mark of its host memory.
     Host,
+    /// Its memory grows and may run out soon.
+    Leak,
 }
 
 /// Where the agent is.
@@ -267,6 +271,7 @@ impl Rules {
                     mode: layer.mode,
                     breakers: breakers(rule).map(watched).collect(),
                     host_memory: rule.host_memory.clone(),
+                    leaks: rule.leaks.clone(),
                 }
             })
             .collect();

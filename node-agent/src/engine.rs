@@ -42,6 +42,7 @@ use crate::{
     guard::{self, News, Want},
     host::Survey,
     hosts::Hosts,
+    leaks::{Leaks, Snapshot as LeaksSeen},
     limits::{Ability, Limits, Task},
     link::{self, Heard},
     metrics::{Gauges, Metrics, Shown},
@@ -93,6 +94,8 @@ pub(crate) enum Order {
     Restart(restart::Order),
     /// Finds out what is needed to park a pod.
     Survey(Survey),
+    /// Keeps what was seen of leaks.
+    Keep(Box<LeaksSeen>),
 }
 
 /// What people were told of a pod on a device, so that they are told once, and again after a while.
@@ -170,6 +173,7 @@ pub(crate) struct Engine {
     parks: Parks,
     carries: Carries,
     hosts: Hosts,
+    leaks: Leaks,
     host_memory: bool,
     /// How often idle memory was taken back.
     reclaims: u64,
@@ -236,6 +240,7 @@ impl Engine {
             parks: Parks::default(),
             carries: Carries::new(Record::open(&state_dir, &proc_root)),
             hosts: Hosts::default(),
+            leaks: Leaks::open(&state_dir, wall),
             host_memory,
             reclaims: 0,
             episodes: Episodes::default(),
@@ -475,6 +480,15 @@ impl Engine {
             self.conclude(now, wall);
         }
         self.publish_node(now, wall);
+        if let Some(seen) = self.leaks.snapshot(now, wall) {
+            (self.order)(Order::Keep(Box::new(seen)));
+        }
+    }
+
+    /// This agent ends.
+    pub(crate) fn close(&mut self) {
+        let (now, wall) = self.now();
+        self.leaks.close(now, wall);
     }
 
     /// Whether there is a plan that binds.
@@ -748,6 +762,7 @@ impl Engine {
         }
         self.write_pages();
         self.audit(now);
+        self.restless |= self.leaks.sample(&self.devices, now, pass.wall);
         self.base.step((self.base_strength(now), None), now);
         self.measured = self.measured.or(Some(now));
         self.last_pass = Some((now, pass.wall));
@@ -804,6 +819,8 @@ impl Engine {
             }
         }
         self.hosts.rule(&self.devices, &self.world, &self.release_namespace);
+        let (_, wall) = self.now();
+        self.leaks.rule(&self.devices, &self.world, &self.release_namespace, now, wall);
         let pods = &self.world.pods;
         self.limits.retain(|uid| pods.contains_key(uid));
         if self.world.synced.pods {
@@ -1011,6 +1028,7 @@ impl Engine {
             carries: &self.carries,
             evidence: &self.evidence,
             hosts: &self.hosts,
+            leaks: &self.leaks,
         };
         self.episodes.step(&self.devices, &self.world, moment, &mut self.submit);
         self.act(now);
@@ -1026,8 +1044,9 @@ impl Engine {
         let mut wanted: BTreeMap<&Arc<str>, (&Arc<Pod>, Option<Wanted>)> = BTreeMap::new();
         for (device, rules) in &self.devices {
             for tenant in rules.tenants.iter().filter(|tenant| tenant.pod.facts.signal_volume) {
-                let host = || self.hosts.wanted(&tenant.pod.kubelet_uid);
-                let here = rules.wanted(tenant, &device.uuid).into_iter().chain(host());
+                let uid = &tenant.pod.kubelet_uid;
+                let beside = self.hosts.wanted(uid).into_iter().chain(self.leaks.wanted(uid));
+                let here = rules.wanted(tenant, &device.uuid).into_iter().chain(beside);
                 let here = if self.binds { here.max_by_key(|wanted| wanted.level) } else { None };
                 let (_, most) = wanted.entry(&tenant.pod.kubelet_uid).or_insert((&tenant.pod, None));
                 if here.as_ref().map(|w| w.level) > most.as_ref().map(|w| w.level) {
@@ -1191,6 +1210,7 @@ impl Engine {
             hooks: &self.hooks,
             carries: &self.carries,
             hosts: &self.hosts,
+            leaks: &self.leaks,
             binds: self.binds,
         };
         self.metrics.render(shown, self.driver.as_deref().unwrap_or(""), gauges)
@@ -1378,6 +1398,7 @@ mod tests {
     use serde_json::{Value, json};
 
     mod acting;
+    mod leaking;
 
     use super::*;
     use crate::{
@@ -1437,7 +1458,11 @@ mod tests {
 
         fn unsynced(layers: &Value) -> Self {
             TIME.set(0);
-            let root = tempfile::tempdir().unwrap();
+            Self::unsynced_in(tempfile::tempdir().unwrap(), layers)
+        }
+
+        /// An agent that finds what an earlier one left in its state directory.
+        fn unsynced_in(root: tempfile::TempDir, layers: &Value) -> Self {
             let jobs = Rc::new(RefCell::new(Vec::new()));
             let submitted = Rc::clone(&jobs);
             let submit = move |job| submitted.borrow_mut().push(job);

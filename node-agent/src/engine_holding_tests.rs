@@ -267,7 +267,8 @@ impl Bench {
                 | Order::Guard(guard::Order::Trim { .. })
                 | Order::Hook(_)
                 | Order::Restart(_)
-                | Order::Survey(_) => {}
+                | Order::Survey(_)
+                | Order::Keep(_) => {}
             }
         }
         any

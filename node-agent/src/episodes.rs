@@ -5,6 +5,7 @@
 //! present state at every sample, so whatever could not be written is written later.
 
 mod climb;
+mod leak;
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -14,11 +15,13 @@ use std::{
 
 use highwater_crds::{
     Action, ActionType, BreakerScope, ByteSize, DecisionState, Evidence, GpuMemoryIncident,
-    GpuMemoryIncidentSpec, IncidentKind, Mode, Observation, ObservationState, Proposal, Subject, names,
+    GpuMemoryIncidentSpec, IncidentKind, LeakFinding, Mode, Observation, ObservationState, Proposal, Subject,
+    names,
 };
 use highwater_policy::{
     breaker,
     episode::{self, Beginning, Key, Last},
+    leak::renewal_due,
     ledger::{Ledger, Share},
     time::Millis,
 };
@@ -35,6 +38,7 @@ use crate::{
     evidence::Evidence as Looked,
     hosts::Hosts,
     ladder::{At, Foot, Ladder},
+    leaks::{Leaks, Seen},
     pools::Pools,
     publish::{Attempt, Job},
     wards::Wards,
@@ -89,7 +93,7 @@ enum About {
         /// UID of the pod that is acted on; `None` where that is the node, or where nobody is to blame.
         subject: Option<Arc<str>>,
     },
-    /// An act on a pod for its own sake: it breaks its quota, or holds too much host memory.
+    /// An act on a pod for its own sake: it breaks its quota, holds too much host memory, or leaks.
     Pod { at: At, pod: Arc<str>, act: ActionType },
     /// Memory of processes that are gone.
     Zombie,
@@ -195,6 +199,8 @@ pub(crate) struct Moment<'a> {
     pub(crate) evidence: &'a Looked,
     /// The host memory of pods.
     pub(crate) hosts: &'a Hosts,
+    /// What is thought of pods' growth.
+    pub(crate) leaks: &'a Leaks,
 }
 
 impl Episodes {
@@ -214,7 +220,7 @@ impl Episodes {
             }
             self.overdue(devices, world, moment, &mut wanted);
         }
-        self.ladders.retain(|foot, _| moment.binds && stands(foot, devices, moment.hosts));
+        self.ladders.retain(|foot, _| moment.binds && stands(foot, devices, moment.hosts, moment.leaks));
         let over: Vec<Reason> =
             self.running.keys().filter(|reason| !wanted.contains(reason)).cloned().collect();
         for reason in over {
@@ -283,6 +289,7 @@ impl Episodes {
             for place in 0..rules.tenants.len() {
                 self.breach(stand, place, wanted);
                 self.host(stand, place, wanted);
+                self.leak(stand, place, wanted);
             }
             for breaker in 0..layer.breakers.len() {
                 self.breaker(stand, breaker, wanted);
@@ -450,8 +457,19 @@ impl Episodes {
     /// Finds or creates the incident of each episode.
     fn open(&mut self, world: &World, moment: Moment<'_>, submit: &mut impl FnMut(Job)) {
         let is_open = |incident: &&GpuMemoryIncident| !episode::is_closed(incident);
-        let mut open = world.incidents.values().filter(is_open).count() + self.creating.len();
+        let is_leak = |kind: IncidentKind| kind == IncidentKind::Leak;
+        let mut open = [false, true].map(|leaks| {
+            let there = world.incidents.values().filter(|i| is_open(i) && is_leak(i.spec.kind) == leaks);
+            there.count() + self.creating.iter().filter(|(key, _)| is_leak(key.kind) == leaks).count()
+        });
         for running in self.running.values_mut() {
+            // Suspicions stand for days: they take no room from what must be acted on now.
+            let [others, leaks] = &mut open;
+            let (open, most) = if is_leak(running.key.kind) {
+                (leaks, episode::MAX_OPEN_LEAKS)
+            } else {
+                (others, episode::MAX_OPEN)
+            };
             // What fell, or is gone, needs nobody to be restarted again.
             if running.fell.is_some()
                 || running.vacant.is_some()
@@ -476,12 +494,12 @@ impl Episodes {
             let numbers = world.incidents.values().filter(|incident| Key::of(&incident.spec) == running.key);
             let number = numbers.map(|incident| incident.spec.episode).max().unwrap_or(0).saturating_add(1);
             let ended = self.ended.get(&running.of()).filter(|ended| ended.policy == running.draft.policy);
-            if open >= episode::MAX_OPEN || ended.is_some_and(|e| moment.now.since(e.at) < e.pause) {
+            if *open >= most || ended.is_some_and(|e| moment.now.since(e.at) < e.pause) {
                 continue;
             }
             running.incident = None;
             self.creating.insert(running.of());
-            open += 1;
+            *open += 1;
             running.attempt.start();
             let spec = GpuMemoryIncidentSpec { episode: number, ..(*running.draft).clone() };
             let subject = spec.subject.as_ref();
@@ -517,8 +535,9 @@ impl Episodes {
                 self.observing.insert(name.clone(), Observing::of(incident, moment));
             }
             let Some(observing) = self.observing.get_mut(name) else { continue };
+            let read = (moment.hosts, moment.leaks, moment.now);
             let Some((seen, bytes)) =
-                see(&incident.spec, devices, world, Some(moment.parks), moment.hosts, &mut observing.held)
+                see(&incident.spec, devices, world, Some(moment.parks), read, &mut observing.held)
             else {
                 continue;
             };
@@ -535,17 +554,17 @@ impl Episodes {
             // An end is not taken back, whatever becomes of the act.
             let ended = matches!(last.state, ObservationState::Recovered | ObservationState::Gone);
             let news = (act.as_ref() != told).then_some(if ended { last.state } else { seen });
-            let Some(state) = due.or(news) else { continue };
+            let told_of_leak = observing.written.as_ref().or(stored).and_then(|o| o.leak.as_ref());
+            let told_of_leak = told_of_leak.or(incident.spec.evidence.leak.as_ref());
+            let leak = leak::present(incident, world, moment).or(told_of_leak).cloned();
+            let grown = leak.as_ref().is_some_and(|now| renewal_due(told_of_leak, now, last.age));
+            let grown = grown && !ended && !episode::is_closed(incident);
+            let Some(state) = due.or(news).or(grown.then_some(seen)) else { continue };
             if observing.attempt.ready(moment.now) {
                 observing.attempt.start();
                 observing.answering = observing.answered_by(moment.now);
-                let observation = Observation {
-                    state,
-                    bytes: bytes.map(signed),
-                    at: MicroTime(moment.wall),
-                    leak: None,
-                    act,
-                };
+                let observation =
+                    Observation { state, bytes: bytes.map(signed), at: MicroTime(moment.wall), leak, act };
                 submit(Job::Observe(name.clone(), observation));
             }
         }
@@ -634,7 +653,7 @@ pub(crate) fn see(
     devices: &[(Device, Rules)],
     world: &World,
     parks: Option<&Parks>,
-    hosts: &Hosts,
+    (hosts, leaks, now): (&Hosts, &Leaks, Millis),
     held: &mut Option<(u64, u64)>,
 ) -> Option<(ObservationState, Option<u64>)> {
     use ObservationState::{Gone, Over, Recovered, Unknown};
@@ -680,6 +699,13 @@ pub(crate) fn see(
             None => (Gone, Some(0)),
         });
     }
+    if let (IncidentKind::Leak, Some(tenant)) = (spec.kind, tenant) {
+        return Some(match leaks.seen(&tenant.pod.kubelet_uid, spec.mode, &spec.device, now) {
+            Some(Seen::Suspect) => (Over, used),
+            Some(Seen::Unknown) => (Unknown, used),
+            Some(Seen::Calm) | None => (Recovered, used),
+        });
+    }
     if spec.kind == IncidentKind::ZombieMemory {
         let Some(bytes) = device.ledger.zombie else { return Some((Unknown, None)) };
         return Some((if bytes > 0 { Over } else { Recovered }, Some(bytes)));
@@ -711,10 +737,9 @@ pub(crate) fn see(
             // A parked pod that was to be restarted, and is not parked any more.
             false
         }
-        IncidentKind::Breaker
-        | IncidentKind::HostMemory
-        | IncidentKind::ZombieMemory
-        | IncidentKind::Leak => {
+        // The pod is gone, and its memory is not.
+        IncidentKind::Leak => true,
+        IncidentKind::Breaker | IncidentKind::HostMemory | IncidentKind::ZombieMemory => {
             let scope = spec.evidence.scope.unwrap_or(BreakerScope::Device);
             let layer = at.and_then(|at| rules.layers.get(at));
             let place =
@@ -776,6 +801,7 @@ struct Draft<'a> {
     frees: Option<u64>,
     in_place: bool,
     alternatives: Vec<String>,
+    leak: Option<LeakFinding>,
     explanation: String,
     moment: Moment<'a>,
 }
@@ -795,6 +821,7 @@ impl<'a> Draft<'a> {
             frees: None,
             in_place: false,
             alternatives: Vec::new(),
+            leak: None,
             explanation: String::new(),
             moment,
         }
@@ -862,7 +889,7 @@ impl<'a> Draft<'a> {
                 strength_reason: self.tenant.and_then(|tenant| tenant.strength.1),
                 overshoot_bytes: self.tenant.and_then(|tenant| tenant.overshoot).map(signed),
                 charged_bytes: self.tenant.and_then(|tenant| tenant.charged).map(signed),
-                leak: None,
+                leak: self.leak,
                 explanation: self.explanation.chars().take(1024).collect(),
             },
             proposed: Proposal {
@@ -882,7 +909,7 @@ impl<'a> Draft<'a> {
 
 /// Whether there is still something for a ladder to stand at. Its rules are looked up anew at each sample, so
 /// this is about levels.
-fn stands(foot: &Foot, devices: &[(Device, Rules)], hosts: &Hosts) -> bool {
+fn stands(foot: &Foot, devices: &[(Device, Rules)], hosts: &Hosts, leaks: &Leaks) -> bool {
     let Some((_, rules)) = devices.iter().find(|(device, _)| device.uuid == foot.device) else {
         return false;
     };
@@ -910,6 +937,12 @@ fn stands(foot: &Foot, devices: &[(Device, Rules)], hosts: &Hosts) -> bool {
             let tenant = rules.tenants.iter().find(|tenant| Some(&tenant.pod.uid) == foot.pod.as_ref());
             tenant.is_some_and(|tenant| {
                 hosts.tripped(&tenant.pod.kubelet_uid, foot.mode, &foot.device).is_some()
+            })
+        }
+        At::Leak => {
+            let tenant = rules.tenants.iter().find(|tenant| Some(&tenant.pod.uid) == foot.pod.as_ref());
+            tenant.is_some_and(|tenant| {
+                leaks.suspected(&tenant.pod.kubelet_uid, foot.mode, &foot.device).is_some()
             })
         }
     }

@@ -1,16 +1,18 @@
-//! Host memory of pods, as cgroup v2 says it, and room for what is parked.
+//! Host memory of pods, as cgroups say it, and room for what is parked.
 //!
 //! Only memory that the kernel cannot simply drop counts: anonymous and shared memory, and what is swapped
-//! out. `memory.stat` costs the kernel a walk over the processors, so it is read only where `memory.current`,
-//! which has the page cache in it and is therefore never less, says that it matters. All of it is read beside
-//! the loop.
+//! out. `memory.stat` costs the kernel a walk over the processors, so for a mark it is read only where
+//! `memory.current`, which has the page cache in it and is therefore never less, says that it matters. Leak
+//! detection needs it as it is, but seldom; that much version 1 says as well. All of it is read beside the
+//! loop.
 
 use std::{
+    cmp::Ordering,
     collections::HashMap,
     fs,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use highwater_policy::host_memory::Sample;
@@ -19,21 +21,26 @@ use tokio::{
         mpsc::{UnboundedReceiver, UnboundedSender},
         watch,
     },
-    time::{MissedTickBehavior, interval},
+    time::sleep,
 };
 
 use crate::{attribute::start_ticks, keeper_protocol::Process, limits::Cgroups};
 
-/// How often host memory is read.
+/// How often host memory is read for marks.
 const EVERY: Duration = Duration::from_secs(2);
+/// It is read no more often than this, whoever asks.
+const SOONEST: Duration = Duration::from_millis(200);
 
 /// A pod whose host memory is of interest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Want {
     /// UID of the pod, as the kubelet knows it.
     pub(crate) pod: Arc<str>,
-    /// Below this share of its limit in percent, what it uses is of no interest.
-    pub(crate) above_percent: u8,
+    /// What a mark needs to know is wanted: below this share of its limit in percent, what it uses is of no
+    /// interest.
+    pub(crate) above_percent: Option<u8>,
+    /// What it holds is wanted as it is, so often, in milliseconds.
+    pub(crate) exact_every: Option<u64>,
 }
 
 /// The host memory of a pod.
@@ -41,9 +48,20 @@ pub(crate) struct Want {
 pub(crate) struct Reading {
     /// UID of the pod.
     pub(crate) pod: Arc<str>,
-    /// What was read: use and limit of that of its cgroups which is fullest. Where the share of interest is
-    /// not reached, use is at most what is said.
-    pub(crate) sample: Sample,
+    /// What was read for a mark: use and limit of that of its cgroups which is fullest. Where the share of
+    /// interest is not reached, use is at most what is said.
+    pub(crate) sample: Option<Sample>,
+    /// What it holds as it is, where that was due.
+    pub(crate) exact: Option<Exact>,
+}
+
+/// Host memory that cannot be dropped, in bytes, of that of a pod's cgroups which is fullest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Exact {
+    /// Held: anonymous, shared and swapped out.
+    pub(crate) held: Option<u64>,
+    /// Its limit, or what the node has.
+    pub(crate) limit: Option<u64>,
 }
 
 /// Asks for what is needed to park a pod.
@@ -79,9 +97,17 @@ pub(crate) struct Host {
     proc_root: PathBuf,
     /// The tree is one of cgroup v2.
     unified: bool,
+    before: Mutex<Before>,
+}
+
+/// What was read before.
+#[derive(Debug, Default)]
+struct Before {
     /// How long each pod's processes had waited for memory when its refaults were read last, and how many
     /// there were: without a wait there are no more.
-    refaults: Mutex<HashMap<Arc<str>, (u64, u64)>>,
+    refaults: HashMap<Arc<str>, (u64, u64)>,
+    /// When what a pod holds was read as it is.
+    exact: HashMap<Arc<str>, Instant>,
 }
 
 impl Host {
@@ -90,35 +116,70 @@ impl Host {
         let unified = is_unified(cgroup_root);
         // Of version 1 the controllers have a tree each.
         let root = if unified { cgroup_root.to_owned() } else { cgroup_root.join("memory") };
-        Self { cgroups: Cgroups::new(root), proc_root, unified, refaults: Mutex::default() }
+        Self { cgroups: Cgroups::new(root), proc_root, unified, before: Mutex::default() }
     }
 
-    /// Reads the host memory of pods.
-    fn read(&self, wants: &[Want]) -> Vec<Reading> {
+    /// Reads the host memory of pods. `marks` says whether marks are looked at as well.
+    fn read(&self, wants: &[Want], marks: bool, now: Instant) -> Vec<Reading> {
         let node = self.meminfo("MemTotal");
-        let mut refaults = self.refaults.lock().unwrap_or_else(PoisonError::into_inner);
-        refaults.retain(|pod, _| wants.iter().any(|want| want.pod == *pod));
+        let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
+        before.refaults.retain(|pod, _| wants.iter().any(|want| want.pod == *pod));
+        before.exact.retain(|pod, _| wants.iter().any(|want| want.pod == *pod));
         let mut of = |want: &Want| {
-            let groups = self.cgroups.of(&want.pod);
-            let own = groups.first()?;
-            let mut sample = Sample::default();
-            if let Some((used, limit)) = fullest(&groups, node, want.above_percent) {
-                sample.held = Some(used);
-                sample.limit = Some(limit);
-            }
-            let pressure = fs::read_to_string(own.join("memory.pressure")).unwrap_or_default();
-            sample.some = stalled(&pressure, "some ");
-            sample.full = stalled(&pressure, "full ");
-            let some = sample.some.unwrap_or(0);
-            sample.refaults = match refaults.get(&want.pod) {
-                Some((before, count)) if *before == some => Some(*count),
-                _ => refaulted(own).inspect(|count| {
-                    refaults.insert(Arc::clone(&want.pod), (some, *count));
-                }),
+            let marked = want.above_percent.filter(|_| marks && self.unified);
+            // A reading that comes a little early is the one that is due.
+            let due = |every: &u64| {
+                let last = before.exact.get(&want.pod);
+                last.is_none_or(|last| {
+                    now.duration_since(*last) + SOONEST / 2 >= Duration::from_millis(*every)
+                })
             };
-            Some(Reading { pod: Arc::clone(&want.pod), sample })
+            let exact = want.exact_every.filter(due).is_some();
+            if marked.is_none() && !exact {
+                return None;
+            }
+            let groups = self.cgroups.of(&want.pod);
+            let sample = marked.and_then(|above| {
+                Some(Self::mark(groups.first()?, &groups, node, above, &want.pod, &mut before.refaults))
+            });
+            let exact = exact.then(|| {
+                before.exact.insert(Arc::clone(&want.pod), now);
+                let found = if self.unified { fullest(&groups, node, 0) } else { fullest_v1(&groups, node) };
+                found.map_or_else(Exact::default, |(held, limit)| Exact {
+                    held: Some(held),
+                    limit: Some(limit),
+                })
+            });
+            Some(Reading { pod: Arc::clone(&want.pod), sample, exact })
         };
         wants.iter().filter_map(&mut of).collect()
+    }
+
+    /// What a mark needs to know of a pod.
+    fn mark(
+        own: &Path,
+        groups: &[PathBuf],
+        node: Option<u64>,
+        above_percent: u8,
+        pod: &Arc<str>,
+        refaults: &mut HashMap<Arc<str>, (u64, u64)>,
+    ) -> Sample {
+        let mut sample = Sample::default();
+        if let Some((used, limit)) = fullest(groups, node, above_percent) {
+            sample.held = Some(used);
+            sample.limit = Some(limit);
+        }
+        let pressure = fs::read_to_string(own.join("memory.pressure")).unwrap_or_default();
+        sample.some = stalled(&pressure, "some ");
+        sample.full = stalled(&pressure, "full ");
+        let some = sample.some.unwrap_or(0);
+        sample.refaults = match refaults.get(pod) {
+            Some((before, count)) if *before == some => Some(*count),
+            _ => refaulted(own).inspect(|count| {
+                refaults.insert(Arc::clone(pod), (some, *count));
+            }),
+        };
+        sample
     }
 
     /// Finds out what is needed to park a pod.
@@ -175,6 +236,36 @@ fn used(group: &Path, limit: u64, above_percent: u8) -> Option<u64> {
     Some(part("anon").saturating_add(part("shmem")).saturating_add(swapped))
 }
 
+/// The same of cgroup v1, of all below a cgroup.
+fn used_v1(group: &Path) -> Option<u64> {
+    let stat = fs::read_to_string(group.join("memory.stat")).ok()?;
+    // A kernel without swap accounting says nothing of it, an old one nothing of shared memory.
+    let part = |name| field(&stat, name).unwrap_or(0);
+    let anonymous = field(&stat, "total_rss")?;
+    Some(anonymous.saturating_add(part("total_shmem")).saturating_add(part("total_swap")))
+}
+
+/// Use and limit of the fullest of a pod's cgroups of version 1, its own first.
+fn fullest_v1(groups: &[PathBuf], node: Option<u64>) -> Option<(u64, u64)> {
+    let of = |(at, group): (usize, &PathBuf)| {
+        // Version 1 says "no limit" by a number that no node has.
+        let limit =
+            number(&group.join("memory.limit_in_bytes")).filter(|limit| node.is_none_or(|n| *limit <= n));
+        let limit = match limit {
+            Some(limit) => limit,
+            None if at == 0 => node?,
+            None => return None,
+        };
+        Some((used_v1(group)?, limit))
+    };
+    groups.iter().enumerate().filter_map(of).max_by(by_share)
+}
+
+/// By share: a/b against c/d as ad against cb.
+fn by_share((a, b): &(u64, u64), (c, d): &(u64, u64)) -> Ordering {
+    (u128::from(*a) * u128::from(*d)).cmp(&(u128::from(*c) * u128::from(*b)))
+}
+
 /// Use and limit of the fullest of a pod's cgroups, its own first.
 fn fullest(groups: &[PathBuf], node: Option<u64>, above_percent: u8) -> Option<(u64, u64)> {
     let of = |(at, group): (usize, &PathBuf)| {
@@ -186,12 +277,7 @@ fn fullest(groups: &[PathBuf], node: Option<u64>, above_percent: u8) -> Option<(
         };
         Some((used(group, limit, above_percent)?, limit))
     };
-    // By share: a/b against c/d as ad against cb.
-    groups
-        .iter()
-        .enumerate()
-        .filter_map(of)
-        .max_by(|(a, b), (c, d)| (u128::from(*a) * u128::from(*d)).cmp(&(u128::from(*c) * u128::from(*b))))
+    groups.iter().enumerate().filter_map(of).max_by(by_share)
 }
 
 /// Microseconds that processes have waited for memory, by the line of this kind.
@@ -219,9 +305,12 @@ pub(crate) async fn run(
     readings: UnboundedSender<Vec<Reading>>,
     surveyed: UnboundedSender<Surveyed>,
 ) {
-    let mut every = interval(EVERY);
-    every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let (mut read_at, mut marked): (Option<Instant>, Option<Instant>) = (None, None);
     loop {
+        let wanted = Arc::clone(&wants.borrow());
+        let soonest = wanted.iter().filter_map(|want| want.exact_every).min();
+        let pace = soonest.map_or(EVERY, |every| Duration::from_millis(every).clamp(SOONEST, EVERY));
+        let next = read_at.map_or(Duration::ZERO, |at: Instant| pace.saturating_sub(at.elapsed()));
         tokio::select! {
             survey = surveys.recv() => {
                 let Some(survey) = survey else { return };
@@ -229,14 +318,22 @@ pub(crate) async fn run(
                 // The loop ended: nobody asks what was found.
                 tokio::task::spawn_blocking(move || drop(surveyed.send(host.survey(survey))));
             }
-            _ = every.tick() => {
+            () = sleep(next) => {
+                let now = Instant::now();
+                read_at = Some(now);
+                let marks = marked.is_none_or(|at| now.duration_since(at) + SOONEST / 2 >= EVERY);
+                if marks {
+                    marked = Some(now);
+                }
                 let wanted = Arc::clone(&wants.borrow());
-                if !host.unified || wanted.is_empty() {
+                if wanted.is_empty() {
                     continue;
                 }
                 let host = Arc::clone(&host);
-                let read = tokio::task::spawn_blocking(move || host.read(&wanted));
-                if let Ok(read) = read.await {
+                let read = tokio::task::spawn_blocking(move || host.read(&wanted, marks, now));
+                if let Ok(read) = read.await
+                    && !read.is_empty()
+                {
                     let _ = readings.send(read);
                 }
             }
@@ -250,6 +347,10 @@ mod tests {
 
     const POD: &str = "8f0c1c3e-52f4-4c8e-9a66-6f5b4f2c9d10";
     const ID: &str = "4f7a1d0b8c9e2f3a4b5c6d7e8f9012344f7a1d0b8c9e2f3a4b5c6d7e8f901234";
+
+    fn want(above_percent: Option<u8>, exact_every: Option<u64>) -> Want {
+        Want { pod: POD.into(), above_percent, exact_every }
+    }
 
     struct Node(tempfile::TempDir);
 
@@ -279,9 +380,8 @@ mod tests {
 
         fn read(&self) -> Option<(u64, u64)> {
             let host = Host::new(&self.0.path().join("cgroup"), self.0.path().join("proc"));
-            let want = Want { pod: POD.into(), above_percent: 88 };
-            let reading = host.read(&[want]).pop()?;
-            reading.sample.held.zip(reading.sample.limit)
+            let sample = host.read(&[want(Some(88), None)], true, Instant::now()).pop()?.sample?;
+            sample.held.zip(sample.limit)
         }
     }
 
@@ -319,7 +419,7 @@ mod tests {
             node.write(&format!("{group}/memory.pressure"), &text);
             let text = format!("anon 5\nworkingset_refault_anon 1\nworkingset_refault_file {refaults}\n");
             node.write(&format!("{group}/memory.stat"), &text);
-            let sample = host.read(&[Want { pod: POD.into(), above_percent: 88 }]).remove(0).sample;
+            let sample = host.read(&[want(Some(88), None)], true, Instant::now()).remove(0).sample.unwrap();
             (sample.some, sample.full, sample.refaults)
         };
         assert_eq!(read(7, 4), (Some(7), Some(3), Some(5)));
@@ -346,7 +446,41 @@ mod tests {
     }
 
     #[test]
-    fn cgroup_v1_has_a_tree_for_memory_and_no_reading() {
+    fn what_a_pod_holds_is_read_as_it_is_when_that_is_due() {
+        let node = Node::new();
+        node.group("", "1000", 800, 500);
+        let host = Host::new(&node.0.path().join("cgroup"), node.0.path().join("proc"));
+        let begun = Instant::now();
+        let read = |after: u64, marks| {
+            let now = begun + Duration::from_millis(after);
+            host.read(&[want(Some(88), Some(10_000))], marks, now).pop()
+        };
+        let first = read(0, true).unwrap();
+        assert_eq!(first.sample.unwrap().held, Some(800), "far from its mark");
+        assert_eq!(first.exact, Some(Exact { held: Some(505), limit: Some(1000) }));
+        assert_eq!(read(2_000, true).unwrap().exact, None);
+        assert_eq!(read(4_000, false), None);
+        assert!(read(9_950, false).unwrap().exact.is_some(), "a little early");
+    }
+
+    #[test]
+    fn cgroup_v1_says_what_a_pod_holds_and_nothing_for_marks() {
+        let node = Node::new();
+        fs::remove_file(node.0.path().join("cgroup/cgroup.controllers")).unwrap();
+        let group = format!("cgroup/memory/kubepods/pod{POD}");
+        node.write(&format!("{group}/memory.limit_in_bytes"), "9223372036854771712");
+        node.write(
+            &format!("{group}/memory.stat"),
+            "cache 900\nrss 1\ntotal_rss 70\ntotal_shmem 20\ntotal_swap 7\n",
+        );
+        let host = Host::new(&node.0.path().join("cgroup"), node.0.path().join("proc"));
+        let reading = host.read(&[want(Some(88), Some(1))], true, Instant::now()).remove(0);
+        assert_eq!(reading.sample, None);
+        assert_eq!(reading.exact, Some(Exact { held: Some(97), limit: Some(1_024_000) }));
+    }
+
+    #[test]
+    fn cgroup_v1_has_a_tree_for_memory() {
         let node = Node::new();
         fs::remove_file(node.0.path().join("cgroup/cgroup.controllers")).unwrap();
         let group = format!("cgroup/memory/kubepods/pod{POD}");

@@ -108,7 +108,8 @@ impl Hosts {
             .iter()
             .map(|(pod, watched)| {
                 let clear = watched.rules.values().map(|rule| rule.value.clear_percent).min().unwrap_or(0);
-                Want { pod: Arc::clone(pod), above_percent: u8::try_from(clear).unwrap_or(0) }
+                let above_percent = Some(u8::try_from(clear).unwrap_or(0));
+                Want { pod: Arc::clone(pod), above_percent, exact_every: None }
             })
             .collect();
         wants.sort_unstable_by(|a, b| a.pod.cmp(&b.pod));
@@ -118,8 +119,8 @@ impl Hosts {
     /// Takes in what was read. Returns whether a rule tripped, or ended.
     pub(crate) fn read(&mut self, readings: Vec<Reading>, now: Millis) -> bool {
         let mut changed = false;
-        for Reading { pod, sample } in readings {
-            let Some(watched) = self.pods.get_mut(&pod) else { continue };
+        for Reading { pod, sample, .. } in readings {
+            let Some((watched, sample)) = self.pods.get_mut(&pod).zip(sample) else { continue };
             watched.sample = Some(sample);
             for (mode, rule) in &mut watched.rules {
                 let (state, change) = host_memory::step(&rule.value, rule.state, &sample, now);

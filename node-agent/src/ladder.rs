@@ -38,6 +38,8 @@ pub(crate) enum At {
     Breach,
     /// The rule on host memory.
     Host,
+    /// The rule on leaks.
+    Leak,
 }
 
 /// What was begun.

@@ -213,12 +213,13 @@ impl Cgroups {
     /// through the whole tree for a pod that was not looked for before.
     pub(crate) fn of(&self, pod: &Arc<str>) -> Vec<PathBuf> {
         let lock = || self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = {
-            let mut known = lock();
-            known.retain(|_, path| path.is_dir());
-            known.get(pod).cloned()
-        };
-        let Some(own) = known.or_else(|| find(&self.root, pod)) else { return Vec::new() };
+        let known = lock().get(pod).filter(|path| path.is_dir()).cloned();
+        let found = known.or_else(|| {
+            // A pod that is looked for is a good time to forget those that are gone.
+            lock().retain(|_, path| path.is_dir());
+            find(&self.root, pod)
+        });
+        let Some(own) = found else { return Vec::new() };
         let below = fs::read_dir(&own).into_iter().flatten().flatten();
         let mut all: Vec<PathBuf> = below
             .filter(|entry| entry.file_name().to_str().is_some_and(cgroup::is_container))

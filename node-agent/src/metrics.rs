@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use highwater_crds::{ActState, ActionType, BreakerScope, Level, Mode};
+use highwater_crds::{ActState, ActionType, BreakerScope, LeakMemory, LeakStage, Level, Mode};
 use highwater_gpu::ErrorClass;
 use prometheus::{
     GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry,
@@ -18,12 +18,14 @@ use crate::{
     decide::{Rules, Tenant},
     guard::Refusal,
     hosts::Hosts,
+    leaks::Leaks,
     pools::Pools,
     wards::{Keeper, Wards},
 };
 
 const DEVICE: &[&str] = &["device"];
 const POD: &[&str] = &["namespace", "pod", "device"];
+const LEAK: &[&str] = &["namespace", "pod", "device", "memory"];
 
 /// Every metric of the agent.
 #[derive(Debug)]
@@ -73,6 +75,13 @@ pub(crate) struct Metrics {
     host_used: IntGaugeVec,
     host_limit: IntGaugeVec,
     host_pressure: GaugeVec,
+    leak_stage: IntGaugeVec,
+    leak_slope: IntGaugeVec,
+    leak_exhaustion: IntGaugeVec,
+    leak_findings: IntCounterVec,
+    leak_samples: IntCounterVec,
+    leak_missing: IntCounterVec,
+    scrapes: IntCounterVec,
     /// Rounds of samples.
     pub(crate) samples: IntCounter,
     /// Rounds that were thrown away, because the agent did not keep up.
@@ -98,6 +107,8 @@ pub(crate) struct Shown<'a> {
     pub(crate) carries: &'a Carries,
     /// The host memory of pods.
     pub(crate) hosts: &'a Hosts,
+    /// What is thought of pods' growth.
+    pub(crate) leaks: &'a Leaks,
     /// Whether the plan binds.
     pub(crate) binds: bool,
 }
@@ -358,6 +369,41 @@ impl Metrics {
                 "A pod's memory pressure index over the last 10 s.",
                 &["namespace", "pod"],
             )?,
+            leak_stage: make.gauges(
+                "highwater_pod_leak_stage",
+                "How far it is suspected that a pod leaks: 0 not, 1 suspect, 2 an act is due.",
+                LEAK,
+            )?,
+            leak_slope: make.gauges(
+                "highwater_pod_leak_slope_bytes_per_hour",
+                "How fast the memory of a pod grows that is suspected to leak.",
+                LEAK,
+            )?,
+            leak_exhaustion: make.gauges(
+                "highwater_pod_leak_exhaustion_seconds",
+                "How long the memory of a pod that is suspected to leak will likely last.",
+                LEAK,
+            )?,
+            leak_findings: make.counters(
+                "highwater_leak_findings_total",
+                "Changes of what is thought of a pod's growth, by how far it goes and how it grows.",
+                &["stage", "class"],
+            )?,
+            leak_samples: make.counters(
+                "highwater_leak_samples_total",
+                "Samples of pods' memory that were looked at for leaks.",
+                &[],
+            )?,
+            leak_missing: make.counters(
+                "highwater_leak_samples_missing_total",
+                "Those of them that had no number.",
+                &[],
+            )?,
+            scrapes: make.counters(
+                "highwater_framework_scrapes_total",
+                "Readings of what frameworks in pods say of themselves, by what came of them.",
+                &["result"],
+            )?,
             samples: make.counter("highwater_samples_total", "Rounds in which all devices were sampled.")?,
             dropped: make.counter(
                 "highwater_samples_dropped_total",
@@ -421,6 +467,7 @@ impl Metrics {
             }
         }
         self.show_acts(shown, gauges);
+        self.show_leaks(shown);
         self.show_headroom(shown);
         set(&self.incidents, &[], u64::try_from(gauges.incidents_open).ok());
         self.signals.with_label_values(&["written"]).inc_by(gauges.signals_written);
@@ -529,6 +576,28 @@ impl Metrics {
                 self.host_pressure.with_label_values(&[namespace, name]).set(f64::from(index) / 100.0);
             }
         }
+        for leak in shown.leaks.shown(uid).iter().filter(|leak| *leak.device == *device.uuid) {
+            let labels = [namespace, name, label, memory(leak.memory)];
+            set(&self.leak_stage, &labels, Some(leak.finding.map_or(0, |finding| stage(finding.stage))));
+            let Some(finding) = leak.finding else { continue };
+            self.leak_slope.with_label_values(&labels).set(finding.slope_bytes_per_hour.mid);
+            if let Some(end) = finding.exhaustion_seconds {
+                self.leak_exhaustion.with_label_values(&labels).set(end.mid);
+            }
+        }
+    }
+
+    /// What was counted of leaks.
+    fn show_leaks(&self, shown: Shown<'_>) {
+        let counts = &shown.leaks.counts;
+        for ((stage, class), count) in &counts.findings {
+            self.leak_findings.with_label_values(&[stage, class]).inc_by(*count);
+        }
+        self.leak_samples.with_label_values::<&str>(&[]).inc_by(counts.samples);
+        self.leak_missing.with_label_values::<&str>(&[]).inc_by(counts.missing);
+        for (result, count) in &counts.scrapes {
+            self.scrapes.with_label_values(&[result]).inc_by(*count);
+        }
     }
 
     /// What acts did, on the node.
@@ -592,6 +661,9 @@ impl Metrics {
             &self.pod_parked,
             &self.host_used,
             &self.host_limit,
+            &self.leak_stage,
+            &self.leak_slope,
+            &self.leak_exhaustion,
         ] {
             gauges.reset();
         }
@@ -608,6 +680,10 @@ impl Metrics {
             &self.hooks,
             &self.reclaims,
             &self.acts,
+            &self.leak_findings,
+            &self.leak_samples,
+            &self.leak_missing,
+            &self.scrapes,
         ] {
             counters.reset();
         }
@@ -620,6 +696,22 @@ const fn mode(mode: Mode) -> &'static str {
         Mode::Enforce => "Enforce",
         Mode::DryRun => "DryRun",
         Mode::Observe => "Observe",
+    }
+}
+
+/// Which memory, as metrics say it.
+const fn memory(memory: LeakMemory) -> &'static str {
+    match memory {
+        LeakMemory::Device => "Device",
+        LeakMemory::Host => "Host",
+    }
+}
+
+/// The number of a stage.
+const fn stage(stage: LeakStage) -> u64 {
+    match stage {
+        LeakStage::Suspect => 1,
+        LeakStage::Act => 2,
     }
 }
 
@@ -729,6 +821,7 @@ mod tests {
             hooks: &Hooks::open(state.path()),
             carries: &Carries::new(crate::act::record::Record::open(state.path(), proc)),
             hosts: &Hosts::default(),
+            leaks: &Leaks::open(state.path(), jiff::Timestamp::UNIX_EPOCH),
             binds: false,
         };
         let text = metrics.render(shown, "580", Gauges::default());

@@ -25,9 +25,11 @@ use crate::{
     args::Args,
     engine::{Engine, Order, Setup},
     evidence,
+    framework::{self, Scraped, Target},
     guard::{self, Guards, News},
     host::{self, Host, Reading, Surveyed, Want},
     http::{self, Ask},
+    leaks::Snapshot as LeaksSeen,
     limits::{Cgroups, Task},
     link::{self, Heard},
     metrics::grant_durations,
@@ -168,6 +170,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
             Some(outcome) = acts.restarted.recv() => engine.restarted(outcome),
             Some(surveyed) = acts.surveyed.recv() => engine.surveyed(surveyed),
             Some(readings) = acts.readings.recv() => engine.host(readings),
+            Some(scraped) = acts.scraped.recv() => engine.scraped(scraped),
             Some(done) = done.recv() => engine.done(done),
             Some(change) = changes.recv() => {
                 if matches!(change, WorldChange::Pod(_)) {
@@ -184,14 +187,8 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
                 engine.tick(&unresponsive, blocked);
                 sampler.stand_down(engine.stands_down());
                 sampler.eager(engine.is_eager());
-                acts.wants.send_if_modified(|wants| {
-                    let now = engine.host_wants();
-                    let differs = **wants != now;
-                    if differs {
-                        *wants = Arc::new(now);
-                    }
-                    differs
-                });
+                renew(&acts.wants, engine.host_wants());
+                renew(&acts.targets, engine.framework_targets());
                 if looking.is_empty() && engine.seeks_evidence() {
                     let proc_root = proc_root.clone();
                     looking.spawn_blocking(move || evidence::look(&proc_root));
@@ -216,6 +213,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     info!("told to end");
     cancelled.cancel();
     sampler.stop();
+    engine.close();
     Ok(())
 }
 
@@ -240,6 +238,20 @@ struct Outcomes {
     readings: mpsc::UnboundedReceiver<Vec<Reading>>,
     /// Whose host memory is to be read.
     wants: watch::Sender<Arc<Vec<Want>>>,
+    scraped: mpsc::UnboundedReceiver<Scraped>,
+    /// Whose frameworks' numbers are to be read.
+    targets: watch::Sender<Arc<Vec<Target>>>,
+}
+
+/// Tells a task what is wanted of it, where that differs.
+fn renew<T: PartialEq>(told: &watch::Sender<Arc<Vec<T>>>, now: Vec<T>) {
+    told.send_if_modified(|told| {
+        let differs = **told != now;
+        if differs {
+            *told = Arc::new(now);
+        }
+        differs
+    });
 }
 
 /// Starts the thread that serves guards, and the line to the keeper.
@@ -284,6 +296,20 @@ fn lines(
         host::run(host, wanted, surveys, readings_send, surveyed_send).await;
         "reading host memory"
     });
+    let (scraped_send, scraped) = mpsc::unbounded_channel();
+    let (targets, asked) = watch::channel(Arc::new(Vec::new()));
+    tasks.spawn(async {
+        framework::run(asked, scraped_send).await;
+        "reading frameworks' numbers"
+    });
+    let (keep_send, mut keep) = mpsc::unbounded_channel::<Box<LeaksSeen>>();
+    tasks.spawn(async move {
+        while let Some(seen) = keep.recv().await {
+            // One after the other; what comes of it the writer says.
+            let _ = tokio::task::spawn_blocking(move || seen.write()).await;
+        }
+        "keeping what was seen of leaks"
+    });
     let order = move |order| match order {
         Order::Guard(order) => guards.order(order),
         // Without a keeper nobody listens.
@@ -292,8 +318,9 @@ fn lines(
         Order::Hook(call) => drop(calls_send.send(call)),
         Order::Restart(order) => drop(restarts_send.send(order)),
         Order::Survey(survey) => drop(surveys_send.send(survey)),
+        Order::Keep(seen) => drop(keep_send.send(seen)),
     };
-    let acts = Outcomes { answered, restarted, surveyed, readings, wants };
+    let acts = Outcomes { answered, restarted, surveyed, readings, wants, scraped, targets };
     Ok(Lines { news, heard, limit_tasks, acts, order })
 }
 

@@ -13,6 +13,9 @@ use sha2::{Digest, Sha256};
 /// The most incidents that a node keeps open at once.
 pub const MAX_OPEN: usize = 32;
 
+/// The most of kind Leak that it keeps open besides.
+pub const MAX_OPEN_LEAKS: usize = 16;
+
 /// How often an observation is renewed while an act is being decided or verified, in
 /// milliseconds.
 pub const RENEW_MILLISECONDS: u64 = 2000;

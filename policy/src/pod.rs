@@ -14,6 +14,14 @@ use k8s_openapi::{
 };
 use kube::core::{Selector, SelectorExt};
 
+mod containers;
+mod metrics;
+
+pub use self::{
+    containers::{ContainerFacts, Ended},
+    metrics::MetricsEndpoint,
+};
+
 /// Label values by label key.
 pub type Labels = BTreeMap<String, String>;
 
@@ -81,6 +89,12 @@ pub struct PodFacts {
     /// IDs of containers that ended because the host had no memory for them, as far as the pod's
     /// status remembers. That says nothing about GPU memory.
     pub host_oom_killed: BTreeSet<String>,
+    /// Its containers, in the order of their names.
+    pub containers: Vec<ContainerFacts>,
+    /// The images of its containers that ask for a GPU, or of all of them where none does.
+    pub images: String,
+    /// Where it serves its framework's numbers.
+    pub metrics: Option<MetricsEndpoint>,
 }
 
 /// What a pod's engine serves, and where.
@@ -203,6 +217,7 @@ impl fmt::Display for AnnotationError {
         let instead = match *key {
             names::POD_HOOK => "the pod's engine is asked nothing",
             names::POD_RESTART => "the pod is evicted where it would be restarted in place",
+            names::POD_METRICS => "the numbers of the pod's framework are not known",
             _ => "the policy's quota holds",
         };
         write!(f, "annotation {key} is ignored and {instead}: {reason}")
@@ -248,6 +263,10 @@ impl PodFacts {
             })
         };
         let hook = known(hook(meta, spec));
+        let metrics = metrics::endpoint(meta, spec).unwrap_or_else(|error| {
+            annotation_errors.push(error);
+            None
+        });
         let mut restart_in_place = false;
         match restart_in_place_of(meta, spec) {
             Ok(agreed) => restart_in_place = agreed,
@@ -290,6 +309,9 @@ impl PodFacts {
             declared,
             annotation_errors,
             host_oom_killed: host_oom_killed(pod),
+            containers: containers::containers(pod),
+            images: containers::images(pod),
+            metrics,
         }
     }
 

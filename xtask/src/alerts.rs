@@ -69,6 +69,14 @@ const ALERTS: &[Alert] = &[
         description: "It holds {{ $value | humanize1024 }}B. Its incident says why nothing was done.",
     },
     Alert {
+        name: "HighwaterLeakActDue",
+        expr: "highwater_pod_leak_stage == 2",
+        lasts: "5m",
+        severity: "warning",
+        summary: "Pod {{ $labels.namespace }}/{{ $labels.pod }} leaks on device {{ $labels.device }} of {{ $labels.node }} and was not restarted.",
+        description: "Its memory ({{ $labels.memory }}) may run out within the policy's horizon. Its incident says why nothing was done.",
+    },
+    Alert {
         name: "HighwaterKeeperDown",
         expr: "highwater_keeper_up == 0",
         lasts: "2m",

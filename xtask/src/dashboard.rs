@@ -451,6 +451,36 @@ fn pod() -> Row {
                 )],
             ),
             lines(
+                "Suspected leaks",
+                "Pods whose memory grows and may not come back: suspected, and those of them for which an act is due.",
+                "short",
+                LOW_HALF,
+                [
+                    (
+                        concat!("sum(", of_pod!("highwater_pod_leak_stage"), " >= bool 1) or vector(0)"),
+                        "suspect",
+                    ),
+                    (
+                        concat!("sum(", of_pod!("highwater_pod_leak_stage"), " == bool 2) or vector(0)"),
+                        "act due",
+                    ),
+                ],
+            ),
+            lines(
+                "Growth of suspected pods",
+                "How fast the memory of pods grows that are suspected to leak, an hour.",
+                "bytes",
+                LOW_HALF,
+                [(
+                    concat!(
+                        "max by (node, device, namespace, pod) (",
+                        of_pod!("highwater_pod_leak_slope_bytes_per_hour"),
+                        ") or vector(0)"
+                    ),
+                    POD,
+                )],
+            ),
+            lines(
                 "Enforcement",
                 "Pods by how firmly their quota is enforced.",
                 "short",

@@ -55,6 +55,7 @@ const fn operator(
 }
 
 const POD: &[&str] = &["namespace", "pod", "device"];
+const LEAK: &[&str] = &["namespace", "pod", "device", "memory"];
 
 /// The metrics, in the order of the reference page.
 pub(crate) const ALL: &[Metric] = &[
@@ -306,6 +307,48 @@ pub(crate) const ALL: &[Metric] = &[
         Kind::Gauge,
         &["namespace", "pod"],
         "Memory pressure index of the pod in the last whole window of 10 s, from 0 to 1.",
+    ),
+    agent(
+        "highwater_pod_leak_stage",
+        Kind::Gauge,
+        LEAK,
+        "How far it is suspected that the pod leaks: 0 not, 1 suspect, 2 an act is due. `memory` is `Device` or `Host`. By the strictest mode that watches it; absent without a rule.",
+    ),
+    agent(
+        "highwater_pod_leak_slope_bytes_per_hour",
+        Kind::Gauge,
+        LEAK,
+        "How fast the memory of a suspected pod grows. Absent while nothing is suspected.",
+    ),
+    agent(
+        "highwater_pod_leak_exhaustion_seconds",
+        Kind::Gauge,
+        LEAK,
+        "How long the memory of a suspected pod will likely last, as of when that was last looked at. Absent as well where nobody knows what the pod can come to.",
+    ),
+    agent(
+        "highwater_leak_findings_total",
+        Kind::Counter,
+        &["stage", "class"],
+        "Changes of what is thought of a pod's growth: `Suspect`, `Act` or `Cleared`, and how it grows.",
+    ),
+    agent(
+        "highwater_leak_samples_total",
+        Kind::Counter,
+        &[],
+        "Samples of pods' memory that were looked at for leaks.",
+    ),
+    agent(
+        "highwater_leak_samples_missing_total",
+        Kind::Counter,
+        &[],
+        "Those of them that had no number: nothing is concluded from these.",
+    ),
+    agent(
+        "highwater_framework_scrapes_total",
+        Kind::Counter,
+        &["result"],
+        "Readings of what frameworks in pods say of themselves: `done`, or why there are no numbers (`connection`, `timeout`, `redirect`, `status`, `malformed`, `too_long`, `nothing_known`).",
     ),
     agent(
         "highwater_grant_duration_seconds",

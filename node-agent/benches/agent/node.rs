@@ -21,8 +21,8 @@ use gpusim::{
 };
 use highwater_crds::{
     Action, ActionType, Breach, Breaker, BreakerScope, ByteSize, DefaultQuota, DeviceRule, GpuMemoryNode,
-    GpuMemoryNodeSpec, KernelLimits, Mode, Partition, PlanBreaker, PlanLayer, PlanQuota, Quota, Watermark,
-    names,
+    GpuMemoryNodeSpec, KernelLimits, Leaks, Mode, Partition, PlanBreaker, PlanLayer, PlanLeaks, PlanQuota,
+    Quota, Watermark, names,
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -85,6 +85,7 @@ impl Node {
         for (number, (device, uuid)) in (0..PODS).zip((0..).zip(&devices).cycle()) {
             let pod = Pod { number, device: uuid.clone() };
             let volume = pod.create_volume(root)?;
+            pod.create_cgroup(root)?;
             volumes.push(volume.clone());
             if number < DEVICES {
                 let mut command = Command::new(std::env::current_exe()?);
@@ -125,6 +126,7 @@ impl Node {
         command.arg("--kubelet-root").arg(root.join("kubelet"));
         command.arg("--proc-root").arg(root.join("proc"));
         command.arg("--state-dir").arg(root);
+        command.arg("--host-memory-root").arg(root.join("cgroup"));
         command.arg("--listen").arg(listen.to_string());
         command.env(SOCKET_VARIABLE, &socket).env("KUBECONFIG", kubeconfig(root, api)?);
         let log = fs::File::create(log_path())?;
@@ -208,6 +210,18 @@ impl Pod {
         ));
         create_dir_all(&volume)?;
         Ok(volume)
+    }
+
+    /// What the kernel says of its host memory.
+    fn create_cgroup(&self, root: &Path) -> Result<()> {
+        fs::create_dir_all(root.join("cgroup"))?;
+        fs::write(root.join("cgroup/cgroup.controllers"), "memory\n")?;
+        let directory = root.join(format!("cgroup/kubepods/burstable/pod{}", self.uid()));
+        create_dir_all(&directory)?;
+        fs::write(directory.join("memory.max"), "17179869184\n")?;
+        fs::write(directory.join("memory.current"), "8589934592\n")?;
+        fs::write(directory.join("memory.stat"), "anon 4294967296\nfile 4294967296\nshmem 1048576\n")?;
+        Ok(())
     }
 
     /// A process of the pod: real but for the cgroup that it is in.
@@ -299,7 +313,12 @@ fn plan() -> GpuMemoryNodeSpec {
         pool: None,
         breakers: vec![breaker],
         host_memory: None,
-        leaks: None,
+        leaks: Some(PlanLeaks {
+            policy: policy(),
+            namespaces: None,
+            owner_kinds: vec!["ReplicaSet".into()],
+            value: Leaks::default(),
+        }),
     };
     let layer = PlanLayer { mode: Mode::Enforce, rules: vec![rule], quotas: vec![quota] };
     GpuMemoryNodeSpec { plan_life_seconds: 600, stand_down: false, layers: vec![layer] }

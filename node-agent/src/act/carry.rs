@@ -30,6 +30,7 @@ use crate::{
     evidence::Evidence,
     hosts::Hosts,
     keeper_protocol::ParkState,
+    leaks::Leaks,
     link,
     publish::Notice,
     world::{Pod, World},
@@ -90,6 +91,8 @@ pub(crate) struct Around<'a> {
     pub(crate) world: &'a World,
     /// The host memory of pods.
     pub(crate) hosts: &'a Hosts,
+    /// What is thought of pods' growth.
+    pub(crate) leaks: &'a Leaks,
     /// What was found of processes that are in no list.
     pub(crate) evidence: &'a Evidence,
     /// The release namespace.
@@ -361,7 +364,14 @@ impl Carry {
     fn hold(&mut self, since: Millis, case: &mut Case<'_>) {
         let Case { incident, around, acts, .. } = case;
         let pod = &self.pod.kubelet_uid;
-        let seen = see(&incident.spec, around.devices, around.world, None, around.hosts, &mut None);
+        let seen = see(
+            &incident.spec,
+            around.devices,
+            around.world,
+            None,
+            (around.hosts, around.leaks, around.now),
+            &mut None,
+        );
         let over = !matches!(seen, Some((ObservationState::Recovered | ObservationState::Gone, _)));
         let ordered = match decision(incident) {
             Some(DecisionState::Succeeded) | None => true,

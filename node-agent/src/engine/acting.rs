@@ -15,6 +15,7 @@ use crate::{
         restart,
     },
     episodes::Local,
+    framework::{Scraped, Target},
     guard,
     host::{Reading, Surveyed, Want},
     link,
@@ -29,6 +30,7 @@ impl Engine {
             devices: &self.devices,
             world: &self.world,
             hosts: &self.hosts,
+            leaks: &self.leaks,
             evidence: &self.evidence,
             release_namespace: &self.release_namespace,
             binds: self.binds,
@@ -182,11 +184,42 @@ impl Engine {
     /// The host memory of pods was read.
     pub(crate) fn host(&mut self, readings: Vec<Reading>) {
         let (now, _) = self.now();
+        for Reading { pod, exact, .. } in &readings {
+            if let Some(exact) = exact {
+                self.leaks.host(pod, *exact, now);
+            }
+        }
         self.restless |= self.hosts.read(readings, now);
     }
 
     /// The pods whose host memory is to be read.
     pub(crate) fn host_wants(&self) -> Vec<Want> {
-        if self.binds && self.host_memory { self.hosts.wants() } else { Vec::new() }
+        if !self.binds {
+            return Vec::new();
+        }
+        let mut wants = if self.host_memory { self.hosts.wants() } else { Vec::new() };
+        for (pod, every) in self.leaks.host_wants() {
+            match wants.binary_search_by(|want| want.pod.cmp(pod)) {
+                Ok(at) => wants.get_mut(at).into_iter().for_each(|want| want.exact_every = Some(every)),
+                Err(at) => {
+                    let want = Want { pod: Arc::clone(pod), above_percent: None, exact_every: Some(every) };
+                    wants.insert(at, want);
+                }
+            }
+        }
+        wants
+    }
+
+    /// The frameworks whose numbers are to be read.
+    pub(crate) fn framework_targets(&self) -> Vec<Target> {
+        if self.binds { self.leaks.targets() } else { Vec::new() }
+    }
+
+    /// A framework's numbers were read, or not.
+    pub(crate) fn scraped(&mut self, scraped: Scraped) {
+        let (now, _) = self.now();
+        if let Some(notice) = self.leaks.scraped(scraped, now) {
+            (self.submit)(Job::Tell(notice));
+        }
     }
 }

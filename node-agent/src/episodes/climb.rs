@@ -36,7 +36,7 @@ pub(super) struct Stand<'a> {
 }
 
 impl<'a> Stand<'a> {
-    fn foot(&self, at: At, pod: Option<&Tenant>) -> Foot {
+    pub(super) fn foot(&self, at: At, pod: Option<&Tenant>) -> Foot {
         let pod = pod.map(|tenant| Arc::clone(&tenant.pod.uid));
         Foot { device: Arc::clone(&self.device.uuid), mode: self.mode, at, pod }
     }

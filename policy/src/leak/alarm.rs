@@ -151,6 +151,16 @@ pub(super) fn decide(detector: &mut Detector, now: Millis) -> Option<Finding> {
     Some(finding(detector, now, kind, &outlook))
 }
 
+/// What is thought of the pod at present, if it is suspect, by the numbers of now.
+pub(super) fn present(detector: &Detector, now: Millis) -> Option<Finding> {
+    let kind = match detector.live.alarm.level {
+        Level::Calm => return None,
+        Level::Suspect => FindingKind::Suspect,
+        Level::Act => FindingKind::Act,
+    };
+    Some(finding(detector, now, kind, &outlook(detector)))
+}
+
 /// What the scales that agree say together.
 fn outlook(detector: &Detector) -> Outlook {
     let (settings, live) = (&*detector.settings, &detector.live);

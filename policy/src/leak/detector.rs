@@ -121,6 +121,12 @@ impl Detector {
         self.live.declared = bytes;
     }
 
+    /// What is thought of the pod at present, by the numbers of now; `None` where nothing is
+    /// suspected.
+    pub fn present(&self, now: Millis) -> Option<Finding> {
+        alarm::present(self, now)
+    }
+
     /// What healthy lives look like.
     pub fn profile(&self) -> &Profile {
         &self.profile

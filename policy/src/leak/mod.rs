@@ -9,7 +9,10 @@
 //! Pure and streaming: samples go in, findings come out, and what is kept is bounded.
 
 mod alarm;
+pub mod capacity;
 mod detector;
+mod ended;
+mod exposition;
 mod finding;
 mod life;
 mod load;
@@ -17,6 +20,7 @@ mod mode;
 mod number;
 mod profile;
 mod reason;
+mod report;
 mod rule;
 mod scale;
 mod settings;
@@ -27,14 +31,19 @@ mod state;
 mod tests;
 mod trend;
 mod window;
+mod workload;
 
 pub use self::{
     detector::Detector,
+    ended::{Circumstances, acted, life_end},
+    exposition::Numbers,
     finding::{Advice, Class, Finding, FindingKind, Interval, LeakMode, Rule, ScaleEvidence, Signals},
     mode::one_rank,
     profile::{AGES, Life, LifeEnd, Profile},
+    report::{as_seconds, recommendation, renewal_due},
     settings::{SCALES, Settings},
     state::{State, StateError},
+    workload::Workload,
 };
 use crate::time::Millis;
 

@@ -131,6 +131,12 @@ impl Profile {
         self.without_effect
     }
 
+    /// Slope of the last life since then that was suspect and ended badly, in bytes an hour.
+    pub fn last_slope(&self) -> Option<f64> {
+        let [_, last] = self.slopes;
+        last
+    }
+
     /// The greatest use of healthy lives up to this age in milliseconds, in bytes; `None` if none
     /// was nearly as old.
     pub fn peak_at(&self, age: u64) -> Option<u64> {

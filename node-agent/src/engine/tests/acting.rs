@@ -529,7 +529,7 @@ fn host_memory_that_stays_high_is_signalled_and_proposed_and_its_end_is_seen() {
     assert_eq!(bench.engine.host_wants().len(), 1, "of the pod on the device");
     let read = |bench: &mut Bench, held: u64| {
         let sample = HostSample { held: Some(held), limit: Some(100), ..HostSample::default() };
-        bench.engine.host(vec![HostReading { pod: "a".into(), sample }]);
+        bench.engine.host(vec![HostReading { pod: "a".into(), sample: Some(sample), exact: None }]);
         bench.sample(100, &[("a", 1)]);
     };
     read(&mut bench, 93);

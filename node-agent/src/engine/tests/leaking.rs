@@ -1,0 +1,327 @@
+//! Leaks, from the samples to what is written.
+
+use highwater_crds::{ActionType, Evidence, LeakClass, LeakFinding, LeakMemory, LeakStage};
+use highwater_policy::pod::{ContainerFacts, Ended, Hook, HookPreset, MetricsEndpoint};
+
+use super::*;
+use crate::{
+    framework::{Fault, Scraped},
+    host::{Exact, Reading as HostReading},
+    pod_http::Failure,
+};
+
+const MI: u64 = ByteSize::MI;
+
+/// A layer that watches for leaks sixty times as fast as by default, with a limit of 60 GiB.
+#[allow(clippy::needless_pass_by_value, reason = "made where it is given")]
+fn watching(mode: &str, actions: Value) -> Value {
+    json!({"mode": mode, "rules": [{
+        "product": "NVIDIA H200", "partition": "Whole", "quotaPolicies": ["serving"],
+        "leaks": {"policy": "serving", "ownerKinds": ["ReplicaSet"], "value": {
+            "actions": actions, "sampleMilliseconds": 500, "bucketMilliseconds": 1000,
+            "blockMilliseconds": [3000, 10_000, 30_000, 120_000], "warmUpMilliseconds": 10_000,
+            "horizonMilliseconds": 60_000, "leadMilliseconds": 10_000}}}],
+        "quotas": [{"policy": "serving", "ownerKinds": ["ReplicaSet"], "value": {"default": {"limit": "60Gi"}}}]})
+}
+
+fn restart() -> Value {
+    json!([{"type": "Signal"}, {"type": "Hook"}, {"type": "Unready"}, {"type": "Restart"}])
+}
+
+/// What was written of incidents.
+#[derive(Debug, Default)]
+struct Written {
+    created: Vec<GpuMemoryIncident>,
+    observed: Vec<Observation>,
+}
+
+impl Written {
+    fn stages(&self) -> Vec<LeakStage> {
+        self.observed.iter().filter_map(|o| Some(o.leak.as_ref()?.stage)).collect()
+    }
+}
+
+impl Bench {
+    /// Samples `GPU-0` each half second for so many seconds, while `a` holds what `mib` says of the second
+    /// and `b` 8 GiB. Every incident waits for the operator.
+    fn run(&mut self, seconds: std::ops::Range<u64>, mib: impl Fn(u64) -> u64) -> Written {
+        let mut written = Written::default();
+        for half in seconds.start * 2..seconds.end * 2 {
+            self.mib(500, mib(half / 2));
+            self.take(&mut written);
+        }
+        written
+    }
+
+    fn mib(&mut self, after: u64, held: u64) {
+        let charge = |pod: &str, pid: u32, bytes: u64| Charge {
+            pid,
+            bytes: Some(bytes),
+            holder: Holder::Container { pod: pod.into(), container: None },
+        };
+        let mut charges = vec![charge("b", 2, 8 * GI)];
+        if held > 0 {
+            charges.push(charge("a", 1, held * MI));
+        }
+        let used = charges.iter().filter_map(|c| c.bytes).sum();
+        let processes =
+            charges.iter().map(|c| Process { pid: c.pid, bytes: c.bytes, kinds: Kinds::default() });
+        let reading = Reading {
+            total: Some(80 * GI),
+            used: Some(used),
+            free: Some(80 * GI - used),
+            reserved: Some(0),
+            processes: Some(processes.collect()),
+            ..Reading::default()
+        };
+        self.pass(after, vec![Sampled { uuid: "GPU-0".into(), reading, charges: Some(charges) }]);
+        self.engine.tick(&[], None);
+    }
+
+    fn take(&mut self, written: &mut Written) {
+        for job in self.jobs() {
+            match job {
+                Job::Create(key, incident) => {
+                    written.created.push((*incident).clone());
+                    self.engine.done(done(What::Create(key, incident.clone())));
+                    self.decide(&incident, DecisionState::Proposed, "Waiting");
+                }
+                Job::Observe(name, observation) => {
+                    written.observed.push(observation.clone());
+                    self.engine.done(done(What::Observe(name, observation)));
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn container(&mut self, id: &str, ended: Option<Ended>) {
+        let container = ContainerFacts { name: "c".into(), id: id.into(), started: None, ended };
+        let facts = PodFacts { containers: vec![container], ..super::pod("a") };
+        self.world(WorldChange::Pod(Set::Upsert(facts)));
+    }
+}
+
+/// A tenth of a GiB a second, from 8 GiB: 60 GiB are full after 520 s.
+fn leak(second: u64) -> u64 {
+    8 * 1024 + second * 102
+}
+
+fn evidence(incident: &GpuMemoryIncident) -> (&Evidence, &LeakFinding) {
+    (&incident.spec.evidence, incident.spec.evidence.leak.as_ref().unwrap())
+}
+
+#[test]
+fn l01_a_leak_is_reported_when_it_is_suspected_and_raised_to_act_before_memory_is_full() {
+    let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
+    let written = bench.run(0..300, leak);
+    assert_eq!(written.created.len(), 1);
+    let incident = &written.created[0];
+    assert_eq!((incident.spec.kind, subject(incident)), (IncidentKind::Leak, Some("a")));
+    assert_eq!(incident.spec.proposed.action, ActionType::Restart, "the strongest that is budgeted");
+    let (evidence, found) = evidence(incident);
+    assert_eq!((found.stage, found.class), (LeakStage::Suspect, LeakClass::Linear));
+    assert!(evidence.explanation.contains("recommended"), "{}", evidence.explanation);
+    let hourly = found.slope_bytes_per_hour.mid / (1 << 30);
+    assert!((300..420).contains(&hourly), "{hourly} GiB an hour");
+    assert!(written.stages().iter().all(|stage| *stage == LeakStage::Suspect));
+    assert!(written.observed.len() <= 5, "a suspicion that stands is hardly written: {:?}", written.observed);
+    let written = bench.run(300..520, leak);
+    assert!(written.created.is_empty(), "one episode, one incident");
+    let raised = written.observed.iter().find(|o| o.leak.as_ref().unwrap().stage == LeakStage::Act).unwrap();
+    assert_eq!(raised.state, ObservationState::Over);
+    let end = raised.leak.as_ref().unwrap().exhaustion_seconds.unwrap();
+    assert!(end.low < 60, "{end:?}");
+}
+
+#[test]
+fn what_does_not_grow_is_never_written() {
+    let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
+    bench.run(0..30, |_| 30 * 1024);
+    let mut jobs = 0;
+    for second in 30..1800_u64 {
+        bench.mib(1000, 30 * 1024 + (second % 7) * 300);
+        let pertinent = |job: &Job| matches!(job, Job::Create(..) | Job::Observe(..));
+        jobs += bench.jobs().iter().filter(|job| pertinent(job)).count();
+    }
+    assert_eq!(jobs, 0);
+    assert!(bench.engine.render(None).contains(
+        "highwater_pod_leak_stage{device=\"0\",memory=\"Device\",namespace=\"team\",node=\"n1\",pod=\"a\"} 0"
+    ));
+}
+
+#[test]
+fn a_policy_that_observes_shows_a_leak_and_reports_none() {
+    let mut bench = Bench::new(&json!([watching("Observe", restart())]));
+    let volume = bench.volume("a");
+    let written = bench.run(0..520, leak);
+    assert!(written.created.is_empty() && !volume.join("pressure").exists());
+    let text = bench.engine.render(None);
+    assert!(text.contains("pod=\"a\"} 2"), "{text}");
+    for name in ["highwater_pod_leak_slope_bytes_per_hour{", "highwater_pod_leak_exhaustion_seconds{"] {
+        assert!(text.contains(name), "{name}");
+    }
+    assert!(
+        text.contains("highwater_leak_findings_total{class=\"Linear\",node=\"n1\",stage=\"Act\"} 1"),
+        "{text}"
+    );
+    let mut bench = Bench::new(&json!([watching("DryRun", restart())]));
+    let written = bench.run(0..300, leak);
+    assert_eq!(written.created[0].spec.mode, Mode::DryRun);
+}
+
+#[test]
+fn what_the_agent_does_by_itself_it_does_once_an_act_is_due() {
+    let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
+    let volume = bench.volume("a");
+    let mut facts = super::pod("a");
+    facts.hook = Some(Hook { preset: HookPreset::SglangFlushCache, port: 8000 });
+    facts.pod_ip = Some(std::net::Ipv4Addr::new(10, 0, 0, 7).into());
+    bench.world(WorldChange::Pod(Set::Upsert(facts)));
+    let mut calls = 0;
+    let mut raised = None;
+    for second in 0..520_u64 {
+        let written = bench.run(second..second + 1, leak);
+        let acts = written.stages().contains(&LeakStage::Act);
+        calls += bench.orders.take().iter().filter(|order| matches!(order, Order::Hook(_))).count();
+        let pressure = std::fs::read(volume.join("pressure")).unwrap_or_else(|_| b"{}".to_vec());
+        let pressure: Value = serde_json::from_slice(&pressure).unwrap();
+        if raised.is_none() && !acts {
+            assert!(pressure["level"] != json!("Critical") && calls == 0, "at {second}: {pressure}");
+        } else if raised.is_none() {
+            raised = Some(second);
+            assert_eq!((&pressure["level"], &pressure["device"]), (&json!("Critical"), &json!("GPU-0")));
+            assert_eq!(pressure["limitBytes"], json!(60 * GI));
+        }
+    }
+    assert!(raised.is_some());
+    assert_eq!(calls, 1, "once an episode");
+}
+
+#[test]
+fn without_an_act_that_needs_leave_an_incident_says_what_would_be_signalled() {
+    let mut bench = Bench::new(&json!([watching("Enforce", json!([]))]));
+    let written = bench.run(0..300, leak);
+    assert_eq!(written.created[0].spec.proposed.action, ActionType::Signal);
+}
+
+#[test]
+fn an_agent_that_starts_in_the_middle_changes_nothing() {
+    let layers = json!([watching("Enforce", restart())]);
+    let mut whole = Bench::new(&layers);
+    let undisturbed = whole.run(0..520, leak);
+    let mut bench = Bench::new(&layers);
+    let before = bench.run(0..400, leak);
+    let incident = bench.engine.world.incidents.values().next().unwrap().clone();
+    bench.engine.close();
+    let Bench { root, .. } = bench;
+    let mut bench = Bench::unsynced_in(root, &layers);
+    bench.world(WorldChange::Incident(reset([incident])));
+    let after = bench.run(400..520, leak);
+    assert_eq!((before.created.len(), after.created.len()), (1, 0), "one episode, one incident");
+    let raised = |written: &Written| {
+        let act = |o: &&Observation| o.leak.as_ref().is_some_and(|leak| leak.stage == LeakStage::Act);
+        written.observed.iter().find(act).map(|o| o.leak.as_ref().unwrap().exhaustion_seconds)
+    };
+    assert!(raised(&undisturbed).is_some());
+    assert_eq!(raised(&after), raised(&undisturbed));
+    assert!(after.observed.iter().all(|o| o.state == ObservationState::Over), "{:?}", after.observed);
+}
+
+#[test]
+fn a_state_file_that_was_cut_off_begins_anew_and_recovers_nobody() {
+    let layers = json!([watching("Enforce", restart())]);
+    let mut bench = Bench::new(&layers);
+    bench.run(0..300, leak);
+    let incident = bench.engine.world.incidents.values().next().unwrap().clone();
+    bench.engine.close();
+    let Bench { root, .. } = bench;
+    let file = root.path().join("leaks.state");
+    let bytes = std::fs::read(&file).unwrap();
+    std::fs::write(&file, &bytes[..bytes.len() / 2]).unwrap();
+    let mut bench = Bench::unsynced_in(root, &layers);
+    // It runs already when this agent comes.
+    let started = (clock().1 - SignedDuration::from_secs(300)).into();
+    let container = ContainerFacts { name: "c".into(), id: "one".into(), started, ended: None };
+    bench.world(WorldChange::Pod(Set::Upsert(PodFacts { containers: vec![container], ..super::pod("a") })));
+    bench.world(WorldChange::Incident(reset([incident])));
+    let written = bench.run(300..320, leak);
+    assert!(written.observed.iter().all(|o| o.state == ObservationState::Unknown), "{:?}", written.observed);
+}
+
+#[test]
+fn a_restart_ends_the_life_and_the_next_one_knows_of_it() {
+    let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
+    bench.container("one", None);
+    let written = bench.run(0..500, leak);
+    let incident = written.created[0].clone();
+    bench.decide(&incident, DecisionState::Verifying, "Acted");
+    bench.container("two", Some(Ended { id: "one".into(), exit_code: 137, out_of_memory: false }));
+    let written = bench.run(0..5, leak);
+    assert_eq!(written.observed.last().map(|o| o.state), Some(ObservationState::Recovered));
+    let written = bench.run(5..300, leak);
+    let (_, found) = evidence(&written.created[0]);
+    let profile = found.profile.unwrap();
+    assert_eq!((profile.ended_badly, profile.lives), (1, 0));
+    assert!(profile.last_slope_bytes_per_hour.is_some());
+    assert_eq!(written.created[0].spec.episode, 2);
+}
+
+#[test]
+fn an_incident_ends_with_its_pod_and_with_its_growth() {
+    let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
+    bench.run(0..300, leak);
+    bench.world(WorldChange::Pod(Set::Remove(super::pod("a"))));
+    let written = bench.run(300..310, |_| 0);
+    assert_eq!(written.observed.last().map(|o| o.state), Some(ObservationState::Gone));
+    let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
+    bench.run(0..200, leak);
+    let written = bench.run(200..1400, |_| leak(200));
+    assert_eq!(written.observed.last().map(|o| o.state), Some(ObservationState::Recovered));
+}
+
+#[test]
+fn host_memory_that_leaks_is_told_at_the_pods_device() {
+    let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
+    bench.mib(500, 1024);
+    assert!(bench.engine.host_wants().iter().any(|want| &*want.pod == "a" && want.exact_every == Some(500)));
+    let mut written = Written::default();
+    for half in 0..1000_u64 {
+        let exact = Exact { held: Some(leak(half / 2) * MI), limit: Some(60 * GI) };
+        bench.engine.host(vec![HostReading { pod: "a".into(), sample: None, exact: Some(exact) }]);
+        bench.mib(500, 1024);
+        bench.take(&mut written);
+    }
+    assert_eq!(written.created.len(), 1);
+    let (evidence, found) = evidence(&written.created[0]);
+    assert_eq!(found.memory, LeakMemory::Host);
+    assert!(evidence.explanation.starts_with("host memory grows"), "{}", evidence.explanation);
+    assert!(written.stages().contains(&LeakStage::Act));
+    bench.world(WorldChange::Pod(Set::Upsert(super::pod("c"))));
+    for _ in 0..10 {
+        // Nobody says any more what it holds.
+        bench.mib(1000, 1024);
+        bench.take(&mut written);
+    }
+    assert_eq!(written.observed.last().map(|o| o.state), Some(ObservationState::Unknown));
+}
+
+#[test]
+fn an_endpoint_that_does_not_answer_is_told_once() {
+    let mut bench = Bench::new(&json!([watching("Observe", restart())]));
+    let mut facts = super::pod("a");
+    facts.metrics = Some(MetricsEndpoint { port: 8000, path: "/metrics".into() });
+    facts.pod_ip = Some(std::net::Ipv4Addr::new(10, 0, 0, 7).into());
+    bench.world(WorldChange::Pod(Set::Upsert(facts)));
+    bench.mib(500, 1024);
+    let targets = bench.engine.framework_targets();
+    assert_eq!((targets.len(), targets[0].port, targets[0].every), (1, 8000, 500));
+    bench.jobs();
+    for _ in 0..5 {
+        let result = Err(Fault::Http(Failure::Status(500)));
+        bench.engine.scraped(Scraped { target: targets[0].clone(), result });
+    }
+    assert_eq!(bench.jobs().iter().filter(|job| matches!(job, Job::Tell(_))).count(), 1);
+    let text = bench.engine.render(None);
+    assert!(text.contains("highwater_framework_scrapes_total{node=\"n1\",result=\"status\"} 5"), "{text}");
+}

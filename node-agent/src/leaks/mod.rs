@@ -1,0 +1,406 @@
+//! Leaks: the agent feeds the detector of `policy::leak` with what its pods hold on devices and on the
+//! host, and says what is thought of them.
+//!
+//! Every pod has a series for each of its devices and one for its host memory, in each mode whose
+//! policies say something of leaks. What is measured comes from the sampling loop, at the pace of the
+//! policy; host memory and a framework's own numbers are read beside it and taken as last known.
+
+mod lives;
+mod series;
+mod store;
+mod told;
+mod workloads;
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    path::Path,
+    sync::Arc,
+};
+
+use highwater_crds::{ByteSize, LeakMemory, Mode};
+use highwater_policy::{
+    leak::{Detector, LeakMode, Numbers, Sample, Settings, Workload, capacity, one_rank},
+    pod,
+    time::Millis,
+};
+use jiff::Timestamp;
+use tracing::warn;
+
+use self::{
+    lives::Life,
+    series::{Of, Series},
+    store::Store,
+    workloads::Workloads,
+};
+pub(crate) use self::{store::Snapshot, told::Seen};
+use crate::{
+    account::Device,
+    decide::{Layer, Rules, Tenant},
+    framework::{Fault, Scraped, Target},
+    host::Exact,
+    publish::Notice,
+    world::{Pod, World},
+};
+
+/// What was read beside the loop counts for so many samples.
+const FRESH: u64 = 3;
+/// What a device, or the host, is called where no device is meant.
+const HOST_PRODUCT: &str = "host";
+
+/// The series of the node's pods.
+#[derive(Debug)]
+pub(crate) struct Leaks {
+    pods: HashMap<Arc<str>, Watched>,
+    workloads: Workloads,
+    /// What the clock of the samples was when this agent's began: it goes on over restarts.
+    offset: u64,
+    /// When the next sample is due, on the agent's clock.
+    due: Option<Millis>,
+    store: Store,
+    /// What is counted.
+    pub(crate) counts: Counts,
+}
+
+/// What is counted.
+#[derive(Debug, Default)]
+pub(crate) struct Counts {
+    /// Samples that were fed,
+    pub(crate) samples: u64,
+    /// and of these those without a number.
+    pub(crate) missing: u64,
+    /// Findings by how far they go and by class.
+    pub(crate) findings: BTreeMap<(&'static str, &'static str), u64>,
+    /// Readings of frameworks' numbers by what came of them.
+    pub(crate) scrapes: BTreeMap<&'static str, u64>,
+}
+
+/// A pod that is watched.
+#[derive(Debug)]
+struct Watched {
+    /// The pod as the API server knows it; `None` while an earlier agent's word is all there is.
+    pod: Option<Arc<Pod>>,
+    /// UID in the API.
+    uid: Arc<str>,
+    life: Life,
+    series: Vec<Series>,
+    host: Option<(Exact, Millis)>,
+    framework: Option<(Numbers, Millis)>,
+    /// People were told that its framework's numbers cannot be had.
+    failing: bool,
+}
+
+impl Leaks {
+    /// Goes on with what an earlier agent knew.
+    pub(crate) fn open(state_dir: &Path, wall: Timestamp) -> Self {
+        let (store, found) = Store::open(state_dir, wall);
+        Self {
+            pods: found.pods,
+            workloads: found.workloads,
+            offset: found.clock,
+            due: None,
+            store,
+            counts: Counts::default(),
+        }
+    }
+
+    /// The time on the clock of the samples.
+    fn at(&self, now: Millis) -> Millis {
+        now.plus(self.offset)
+    }
+
+    /// Looks up anew whom which rule concerns. Lives of pods that ended, or whose containers were started
+    /// anew, end. Returns whether what is thought of some pod changed.
+    pub(crate) fn rule(
+        &mut self,
+        devices: &[(Device, Rules)],
+        world: &World,
+        release_namespace: &str,
+        now: Millis,
+        wall: Timestamp,
+    ) -> bool {
+        let at = self.at(now);
+        let mut changed = false;
+        for watched in self.pods.values_mut() {
+            watched.series.iter_mut().for_each(|series| series.rule = None);
+        }
+        let mut ranks: HashMap<Arc<str>, u8> = HashMap::new();
+        for (device, rules) in devices {
+            for tenant in &rules.tenants {
+                let rank = ranks.entry(Arc::clone(&tenant.pod.kubelet_uid)).or_default();
+                for layer in &rules.layers {
+                    let selected = layer.leaks.as_ref().is_some_and(|plan| {
+                        let of = &tenant.pod.facts.namespace;
+                        let facts = world.namespaces.get(of);
+                        pod::selects_namespace(plan.namespaces.as_ref(), of, facts, release_namespace)
+                    });
+                    if selected && !tenant.pod.facts.finished {
+                        self.watch(device, layer, tenant, *rank, (now, at, wall));
+                    }
+                }
+                *rank = rank.saturating_add(1);
+            }
+        }
+        changed |= self.live_on(world, at, wall);
+        let due =
+            self.pods.values().flat_map(|watched| &watched.series).filter(|series| series.rule.is_some());
+        self.due = due.map(|series| series.due).min();
+        changed
+    }
+
+    /// A rule concerns a pod on a device.
+    fn watch(
+        &mut self,
+        device: &Device,
+        layer: &Layer,
+        tenant: &Tenant,
+        rank: u8,
+        (now, at, wall): (Millis, Millis, Timestamp),
+    ) {
+        let Some(plan) = &layer.leaks else { return };
+        let settings = match Settings::of(&plan.value) {
+            Ok(settings) => Arc::new(settings),
+            Err(error) => {
+                // The API server and the operator refuse it; only an old plan can say it.
+                warn!(policy = plan.policy, error, "a rule on leaks makes no sense: nobody is watched by it");
+                return;
+            }
+        };
+        let pod = &tenant.pod;
+        let watched = self.pods.entry(Arc::clone(&pod.kubelet_uid)).or_insert_with(|| Watched::new(pod));
+        let rule = Arc::new(plan.value.clone());
+        for memory in [LeakMemory::Device, LeakMemory::Host] {
+            let of = Of { memory, mode: layer.mode, device: Arc::clone(&device.uuid) };
+            let (product, rank) = match memory {
+                LeakMemory::Device => (device.info.product.as_str(), rank),
+                LeakMemory::Host => (HOST_PRODUCT, 0),
+            };
+            let known = watched.series.iter_mut().find(|series| series.of.same(&of));
+            let series = match known {
+                // Of several devices the first tells of host memory.
+                Some(series) if memory == LeakMemory::Host && series.rule.is_some() => continue,
+                Some(series) => series,
+                None => {
+                    let workload = Workload::of(&pod.facts, product, memory, rank, layer.mode);
+                    let profile = self.workloads.profile(&workload, at);
+                    let detector = Detector::with_profile(Arc::clone(&settings), profile);
+                    let mut series = Series::new(of.clone(), workload, Arc::clone(&settings), detector, at);
+                    series.whole = watched.life.is_young(&settings, wall);
+                    series.known = series.whole;
+                    series.due = now;
+                    watched.series.push(series);
+                    let Some(series) = watched.series.last_mut() else { continue };
+                    series
+                }
+            };
+            series.of.device = of.device;
+            series.set(&settings, at);
+            series.rule = Some(Arc::clone(&rule));
+        }
+    }
+
+    /// Feeds what is due. Returns whether what is thought of some pod changed.
+    pub(crate) fn sample(&mut self, devices: &[(Device, Rules)], now: Millis, wall: Timestamp) -> bool {
+        if self.due.is_none_or(|due| now < due) {
+            return false;
+        }
+        let at = self.at(now);
+        let (mut changed, mut due) = (false, None);
+        for (uid, watched) in &mut self.pods {
+            let Some(pod) = watched.pod.clone() else { continue };
+            let on = watched.series.iter().filter(|s| s.of.memory == LeakMemory::Device && s.rule.is_some());
+            let only =
+                on.map(|series| &series.of.device).collect::<std::collections::BTreeSet<_>>().len() == 1;
+            let mut fed = false;
+            for series in watched.series.iter_mut().filter(|series| series.rule.is_some()) {
+                if now >= series.due {
+                    let pace = series.settings.sample_milliseconds;
+                    let limit = pace.saturating_mul(FRESH);
+                    let fresh = |read: &Millis| now.since(*read) <= limit;
+                    let host = watched.host.as_ref().filter(|(_, read)| fresh(read)).map(|(host, _)| *host);
+                    let framework = watched.framework.as_ref().filter(|(_, read)| fresh(read));
+                    let mut sample = Sample { at, ..Sample::default() };
+                    match series.of.memory {
+                        LeakMemory::Device => {
+                            on_device(&mut sample, devices, &series.of, uid);
+                            sample.host_bytes = host.and_then(|host| host.held);
+                            if let Some((numbers, _)) = framework {
+                                sample.framework = numbers.of_device(&series.of.device, only);
+                                sample.replays = numbers.replays.filter(|_| only);
+                            }
+                            series.detector.declared(pod.facts.declared.map(ByteSize::bytes));
+                        }
+                        LeakMemory::Host => {
+                            sample.bytes = host.and_then(|host| host.held);
+                            sample.capacity = host.and_then(|host| host.limit);
+                        }
+                    }
+                    sample.work = framework.and_then(|(numbers, _)| numbers.work);
+                    changed |= series.take(&pod, &sample, wall, &mut self.counts);
+                    fed = true;
+                    series.due = series.due.plus(pace);
+                    if series.due <= now {
+                        series.due = now.plus(pace);
+                    }
+                }
+                due = Some(due.map_or(series.due, |due: Millis| due.min(series.due)));
+            }
+            if fed {
+                watched.compare();
+            }
+        }
+        self.due = due;
+        self.store.touched();
+        changed
+    }
+
+    /// Host memory was read.
+    pub(crate) fn host(&mut self, pod: &str, read: Exact, now: Millis) {
+        if let Some(watched) = self.pods.get_mut(pod) {
+            watched.host = Some((read, now));
+        }
+    }
+
+    /// The pods whose host memory is to be read, and how often, in milliseconds.
+    pub(crate) fn host_wants(&self) -> impl Iterator<Item = (&Arc<str>, u64)> {
+        self.pods.iter().filter_map(|(uid, watched)| Some((uid, watched.pace()?)))
+    }
+
+    /// The frameworks whose numbers are to be read.
+    pub(crate) fn targets(&self) -> Vec<Target> {
+        let of = |(uid, watched): (&Arc<str>, &Watched)| {
+            let facts = &watched.pod.as_ref()?.facts;
+            let endpoint = facts.metrics.as_ref()?;
+            // Its address may be another's soon.
+            let address = facts.pod_ip.filter(|_| !facts.terminating && !facts.finished)?;
+            Some(Target {
+                pod: Arc::clone(uid),
+                address,
+                port: endpoint.port,
+                path: endpoint.path.clone(),
+                every: watched.pace()?,
+            })
+        };
+        let mut targets: Vec<Target> = self.pods.iter().filter_map(of).collect();
+        targets.sort_unstable_by(|a, b| a.pod.cmp(&b.pod));
+        targets
+    }
+
+    /// A framework's numbers were read, or not. Returns what there is to tell, once.
+    pub(crate) fn scraped(&mut self, scraped: Scraped, now: Millis) -> Option<Notice> {
+        let Scraped { target, result } = scraped;
+        let outcome = result.as_ref().map_or_else(Fault::as_str, |_| "done");
+        *self.counts.scrapes.entry(outcome).or_default() += 1;
+        let watched = self.pods.get_mut(&target.pod)?;
+        match result {
+            Ok(numbers) => {
+                watched.framework = Some((numbers, now));
+                watched.failing = false;
+                None
+            }
+            Err(fault) => {
+                let news = !std::mem::replace(&mut watched.failing, true);
+                let note = format!(
+                    "GET {} on port {} for the framework's numbers: {fault}",
+                    target.path, target.port
+                );
+                let pod = watched.pod.as_ref().filter(|_| news)?;
+                Some(Notice::warning(pod, "FrameworkNumbersMissing", "Measure", note))
+            }
+        }
+    }
+
+    /// What is to be kept for a later agent, if it is time.
+    pub(crate) fn snapshot(&mut self, now: Millis, wall: Timestamp) -> Option<Snapshot> {
+        let blocks = self.pods.values().flat_map(|watched| &watched.series).map(|series| {
+            let [shortest, ..] = series.settings.block_milliseconds;
+            shortest
+        });
+        let pace = blocks.min()?;
+        if !self.store.is_due(pace, now) {
+            return None;
+        }
+        Some(self.store.snapshot(&self.pods, &self.workloads, self.at(now), wall, now))
+    }
+
+    /// Keeps what a later agent is to go on with, now: this one ends.
+    pub(crate) fn close(&mut self, now: Millis, wall: Timestamp) {
+        if self.pods.is_empty() && self.workloads.all().is_empty() {
+            return;
+        }
+        let at = self.at(now);
+        self.store.snapshot(&self.pods, &self.workloads, at, wall, now).write();
+    }
+}
+
+impl Watched {
+    fn new(pod: &Arc<Pod>) -> Self {
+        Self {
+            pod: Some(Arc::clone(pod)),
+            uid: Arc::clone(&pod.uid),
+            life: Life::of(&pod.facts),
+            series: Vec::new(),
+            host: None,
+            framework: None,
+            failing: false,
+        }
+    }
+
+    /// How often something of it is sampled, in milliseconds; `None` where no rule concerns it.
+    fn pace(&self) -> Option<u64> {
+        let ruled = self.series.iter().filter(|series| series.rule.is_some());
+        ruled.map(|series| series.settings.sample_milliseconds).min()
+    }
+
+    /// Of a pod on several devices, the one that grows alone is named where nothing else is known of it.
+    fn compare(&mut self) {
+        if self.series.iter().all(|series| series.finding.is_none()) {
+            return;
+        }
+        for mode in [Mode::Enforce, Mode::DryRun, Mode::Observe] {
+            let ranks: Vec<usize> = self
+                .series
+                .iter()
+                .enumerate()
+                .filter(|(_, s)| s.of.memory == LeakMemory::Device && s.of.mode == mode && s.rule.is_some())
+                .map(|(place, _)| place)
+                .collect();
+            let slope = |place: &usize| {
+                let series = self.series.get(*place);
+                let finding = series.and_then(|series| series.detector.present(series.began));
+                finding.map_or(0.0, |finding| finding.slope_bytes_per_hour.mid)
+            };
+            // Before all were seen for long enough nobody stands out.
+            let unknown = |series: &Series| !series.is_known(series.sampled);
+            if ranks.iter().filter_map(|place| self.series.get(*place)).any(unknown) {
+                continue;
+            }
+            let slopes: Vec<f64> = ranks.iter().map(slope).collect();
+            let Some((rank, sure)) = one_rank(&slopes) else { continue };
+            let series = ranks.get(rank).and_then(|place| self.series.get_mut(*place));
+            let finding = series.and_then(|series| series.finding.as_mut());
+            if let Some(finding) = finding.filter(|finding| finding.mode.is_none()) {
+                finding.mode = Some(LeakMode::OneRank.into());
+                finding.mode_percent = Some(told::percent(sure));
+            }
+        }
+    }
+}
+
+/// What a pod holds on a device, and what it can come to there. One without a process there holds
+/// nothing that could be judged: it starts, is parked, or is between two processes.
+fn on_device(sample: &mut Sample, devices: &[(Device, Rules)], of: &Of, uid: &str) {
+    let Some((device, rules)) = devices.iter().find(|(device, _)| device.uuid == of.device) else { return };
+    let ledger = &device.ledger;
+    sample.bytes = ledger.used_by(uid).filter(|bytes| *bytes > 0);
+    if sample.bytes.is_none() {
+        return;
+    }
+    let own = rules.tenants.iter().find(|tenant| *tenant.pod.kubelet_uid == *uid);
+    let limit = own.and_then(Tenant::quota).map(|quota| quota.limit);
+    let promised =
+        rules.tenants.iter().filter(|tenant| *tenant.pod.kubelet_uid != *uid).filter_map(|tenant| {
+            let guarantee = tenant.quota().and_then(|quota| quota.guarantee)?;
+            Some((tenant.used.unwrap_or(0), guarantee))
+        });
+    sample.capacity = capacity::capacity(ledger, uid, limit, promised);
+}

@@ -1,0 +1,347 @@
+//! The file by which a later agent goes on with what this one knew.
+//!
+//! Its end is the digest of the rest: a file that was cut off or changed is begun anew. The first part
+//! says who is watched; the state of each series follows in a part of its own, so that one that makes no
+//! sense costs no other.
+
+use std::{
+    collections::HashMap,
+    fs::{self, File},
+    io::{self, Write},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use highwater_crds::{LeakMemory, Mode};
+use highwater_policy::{
+    leak::{Detector, Settings, State, Workload},
+    time::Millis,
+};
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use tracing::{info, warn};
+
+use super::{
+    Watched,
+    lives::Life,
+    series::{Of, Series},
+    workloads::{Known, Workloads},
+};
+
+/// Version of the file's form.
+const VERSION: u32 = 1;
+/// Bytes of the digest at its end.
+const DIGEST: usize = 32;
+/// It is written no more often than this, in milliseconds.
+const LEAST: u64 = 1_000;
+
+/// Where it is kept, and when it was written last.
+#[derive(Debug)]
+pub(super) struct Store {
+    path: Arc<Path>,
+    written: Option<Millis>,
+    touched: bool,
+}
+
+/// What was found in it.
+#[derive(Debug, Default)]
+pub(super) struct Found {
+    pub pods: HashMap<Arc<str>, Watched>,
+    pub workloads: Workloads,
+    /// What the clock of the samples says now.
+    pub clock: u64,
+}
+
+/// What is to be written.
+#[derive(Debug)]
+pub(crate) struct Snapshot {
+    path: Arc<Path>,
+    head: Head,
+    states: Vec<State>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Head {
+    version: u32,
+    /// When it was written, for the time that nobody looked.
+    wall: Timestamp,
+    /// The same on the clock of the samples.
+    clock: u64,
+    pods: Vec<Pod>,
+    workloads: Vec<(Workload, Known)>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Pod {
+    /// UID, as the kubelet knows it.
+    pod: String,
+    /// UID in the API.
+    uid: String,
+    life: Life,
+    series: Vec<One>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct One {
+    memory: LeakMemory,
+    mode: Mode,
+    device: String,
+    workload: Workload,
+    settings: Settings,
+    began: u64,
+    whole: bool,
+    known: bool,
+}
+
+/// The only field that every version has.
+#[derive(Deserialize)]
+struct Versioned {
+    version: u32,
+}
+
+/// Why the file was not taken over.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+enum Broken {
+    #[error("it is cut off or damaged")]
+    Damaged,
+    #[error("it has version {0}")]
+    Version(u32),
+}
+
+impl Store {
+    /// Reads the file in the state directory. What cannot be used is left aside.
+    pub(super) fn open(state_dir: &Path, wall: Timestamp) -> (Self, Found) {
+        let path: Arc<Path> = state_dir.join("leaks.state").into();
+        let store = Self { path: Arc::clone(&path), written: None, touched: false };
+        let found = match fs::read(&path) {
+            Ok(bytes) => decode(&bytes, wall).unwrap_or_else(|error| {
+                warn!(%error, path = %path.display(), "what was seen of leaks is not known any more: it begins anew");
+                Found::default()
+            }),
+            Err(error) => {
+                if error.kind() != io::ErrorKind::NotFound {
+                    warn!(%error, path = %path.display(), "what was seen of leaks cannot be read: it begins anew");
+                }
+                Found::default()
+            }
+        };
+        if !found.pods.is_empty() {
+            info!(pods = found.pods.len(), "going on with what an earlier agent saw of leaks");
+        }
+        (store, found)
+    }
+
+    /// Something is to be written.
+    pub(super) fn touched(&mut self) {
+        self.touched = true;
+    }
+
+    /// Whether it is time to write, at this pace in milliseconds.
+    pub(super) fn is_due(&self, pace: u64, now: Millis) -> bool {
+        self.touched && self.written.is_none_or(|written| now.since(written) >= pace.max(LEAST))
+    }
+
+    /// What is to be written.
+    pub(super) fn snapshot(
+        &mut self,
+        pods: &HashMap<Arc<str>, Watched>,
+        workloads: &Workloads,
+        at: Millis,
+        wall: Timestamp,
+        now: Millis,
+    ) -> Snapshot {
+        self.written = Some(now);
+        self.touched = false;
+        let mut states = Vec::new();
+        let pods = pods.iter().map(|(pod, watched)| Pod {
+            pod: pod.to_string(),
+            uid: watched.uid.to_string(),
+            life: watched.life.clone(),
+            series: watched
+                .series
+                .iter()
+                .map(|series| {
+                    states.push(series.detector.state());
+                    One::of(series)
+                })
+                .collect(),
+        });
+        let head =
+            Head { version: VERSION, wall, clock: at.0, pods: pods.collect(), workloads: workloads.all() };
+        Snapshot { path: Arc::clone(&self.path), head, states }
+    }
+}
+
+impl One {
+    fn of(series: &Series) -> Self {
+        Self {
+            memory: series.of.memory,
+            mode: series.of.mode,
+            device: series.of.device.to_string(),
+            workload: series.workload.clone(),
+            settings: (*series.settings).clone(),
+            began: series.began.0,
+            whole: series.whole,
+            known: series.known,
+        }
+    }
+
+    fn resume(self, state: &[u8], at: Millis, wall: Timestamp) -> Option<Series> {
+        let Self { memory, mode, device, workload, settings, began, whole, known } = self;
+        let settings = Arc::new(settings);
+        let state = State::from_bytes(state);
+        let detector = state.and_then(|state| Detector::restore(Arc::clone(&settings), state, at));
+        let detector = detector.inspect_err(|error| info!(%error, "a series is not gone on with")).ok()?;
+        let of = Of { memory, mode, device: device.into() };
+        let mut series = Series::new(of, workload, settings, detector, Millis(began));
+        (series.whole, series.known) = (whole, known);
+        series.resume(at, wall);
+        // What an earlier agent suspected needs no more time to be known.
+        series.known |= series.finding.is_some();
+        Some(series)
+    }
+}
+
+impl Snapshot {
+    /// Writes it. What cannot be written is told; what was there before stands.
+    pub(crate) fn write(&self) {
+        let written = self.encode().and_then(|bytes| replace(&self.path, &bytes));
+        if let Err(error) = written {
+            warn!(%error, path = %self.path.display(), "what is seen of leaks cannot be kept: after a restart it begins anew");
+        }
+    }
+
+    fn encode(&self) -> io::Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        let head = serde_json::to_vec(&self.head)?;
+        for part in std::iter::once(head).chain(self.states.iter().map(State::to_bytes)) {
+            let length = u32::try_from(part.len()).map_err(io::Error::other)?;
+            bytes.extend_from_slice(&length.to_le_bytes());
+            bytes.extend_from_slice(&part);
+        }
+        let digest = Sha256::digest(&bytes);
+        bytes.extend_from_slice(&digest);
+        Ok(bytes)
+    }
+}
+
+fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let unfinished: PathBuf = path.with_extension("unfinished");
+    let mut file = File::create(&unfinished)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    fs::rename(&unfinished, path)
+}
+
+/// The first part of what there is, and the rest.
+fn part(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let (length, rest) = bytes.split_first_chunk()?;
+    rest.split_at_checked(usize::try_from(u32::from_le_bytes(*length)).ok()?)
+}
+
+fn decode(bytes: &[u8], wall: Timestamp) -> Result<Found, Broken> {
+    let end = bytes.len().checked_sub(DIGEST).ok_or(Broken::Damaged)?;
+    let (body, digest) = bytes.split_at_checked(end).ok_or(Broken::Damaged)?;
+    if Sha256::digest(body).as_slice() != digest {
+        return Err(Broken::Damaged);
+    }
+    let (head, mut rest) = part(body).ok_or(Broken::Damaged)?;
+    let Versioned { version } = serde_json::from_slice(head).map_err(|_| Broken::Damaged)?;
+    if version != VERSION {
+        return Err(Broken::Version(version));
+    }
+    let head: Head = serde_json::from_slice(head).map_err(|_| Broken::Damaged)?;
+    // A clock that was set back has stood still at worst.
+    let away = u64::try_from(wall.duration_since(head.wall).as_millis()).unwrap_or(0);
+    let clock = Millis(head.clock.saturating_add(away));
+    let mut pods = HashMap::new();
+    for Pod { pod, uid, life, series: saved } in head.pods {
+        let mut series = Vec::new();
+        for one in saved {
+            let (state, next) = part(rest).ok_or(Broken::Damaged)?;
+            rest = next;
+            series.extend(one.resume(state, clock, wall));
+        }
+        let watched =
+            Watched { pod: None, uid: uid.into(), life, series, host: None, framework: None, failing: false };
+        pods.insert(pod.into(), watched);
+    }
+    Ok(Found { pods, workloads: Workloads::of(head.workloads), clock: clock.0 })
+}
+
+#[cfg(test)]
+mod tests {
+    use highwater_policy::{leak::Sample, pod::PodFacts};
+
+    use super::*;
+
+    const WALL: &str = "2026-01-01T00:00:00Z";
+
+    fn wall() -> Timestamp {
+        WALL.parse().unwrap()
+    }
+
+    fn snapshot(state_dir: &Path) -> Snapshot {
+        let (mut store, _) = Store::open(state_dir, wall());
+        let workload =
+            Workload::of(&PodFacts::default(), "NVIDIA H200", LeakMemory::Device, 0, Mode::Enforce);
+        let mut detector = Detector::new(Arc::default());
+        for at in 1..100_u64 {
+            detector.push(&Sample { at: Millis(at * 10_000), bytes: Some(at << 30), ..Sample::default() });
+        }
+        let of = Of { memory: LeakMemory::Device, mode: Mode::Enforce, device: "GPU-0".into() };
+        let series = Series::new(of, workload, Arc::default(), detector, Millis(10_000));
+        let watched = Watched {
+            pod: None,
+            uid: "a".into(),
+            life: Life::default(),
+            series: vec![series],
+            host: None,
+            framework: None,
+            failing: false,
+        };
+        let pods = [("a".into(), watched)].into();
+        store.snapshot(&pods, &Workloads::default(), Millis(1_000_000), wall(), Millis(0))
+    }
+
+    #[test]
+    fn a_later_agent_goes_on_where_the_last_one_was() {
+        let state = tempfile::tempdir().unwrap();
+        let snapshot = snapshot(state.path());
+        snapshot.write();
+        let later = wall() + jiff::SignedDuration::from_secs(7);
+        let (_, found) = Store::open(state.path(), later);
+        assert_eq!(found.clock, 1_007_000);
+        let series = &found.pods["a"].series[0];
+        assert_eq!(series.detector.state(), snapshot.states[0]);
+        assert_eq!((series.began, &*series.of.device), (Millis(10_000), "GPU-0"));
+        let (_, found) = Store::open(state.path(), wall() - jiff::SignedDuration::from_secs(7));
+        assert_eq!(found.clock, 1_000_000, "a clock that was set back");
+    }
+
+    #[test]
+    fn a_file_that_is_cut_off_or_changed_anywhere_begins_anew() {
+        let state = tempfile::tempdir().unwrap();
+        let bytes = snapshot(state.path()).encode().unwrap();
+        assert!(decode(&bytes, wall()).is_ok());
+        for length in (0..bytes.len()).step_by(97) {
+            assert!(matches!(decode(&bytes[..length], wall()), Err(Broken::Damaged)), "{length}");
+        }
+        for at in (0..bytes.len()).step_by(97) {
+            let mut changed = bytes.clone();
+            changed[at] ^= 1;
+            assert!(decode(&changed, wall()).is_err(), "{at}");
+        }
+        fs::write(state.path().join("leaks.state"), &bytes[..40]).unwrap();
+        assert!(Store::open(state.path(), wall()).1.pods.is_empty());
+    }
+
+    #[test]
+    fn another_version_is_left_aside() {
+        let state = tempfile::tempdir().unwrap();
+        let mut snapshot = snapshot(state.path());
+        snapshot.head.version = 9;
+        assert_eq!(decode(&snapshot.encode().unwrap(), wall()).unwrap_err(), Broken::Version(9));
+    }
+}
