@@ -762,6 +762,10 @@ impl Engine {
         }
         self.write_pages();
         self.audit(now);
+        if self.stale {
+            // Who is seen there for the first time may have been watched by an earlier agent.
+            self.leaks.rule(&self.devices, &self.world, &self.release_namespace, now, pass.wall);
+        }
         self.restless |= self.leaks.sample(&self.devices, now, pass.wall);
         self.base.step((self.base_strength(now), None), now);
         self.measured = self.measured.or(Some(now));

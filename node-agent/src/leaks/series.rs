@@ -87,7 +87,7 @@ impl Series {
             used: None,
             sampled: at,
             renewed: at,
-            missing: 0,
+            missing: BLIND_AFTER,
         }
     }
 
@@ -135,6 +135,7 @@ impl Series {
     /// Goes on with what an earlier agent thought.
     pub(super) fn resume(&mut self, at: Millis, wall: Timestamp) {
         self.renewed = at;
+        self.missing = 0;
         self.finding = self.detector.present(at).and_then(|finding| self.told(&finding, wall));
     }
 
@@ -169,7 +170,7 @@ impl Series {
         self.began = at;
         self.whole = whole;
         self.known = true;
-        self.missing = 0;
+        self.missing = BLIND_AFTER;
     }
 
     /// Whether it is measured.

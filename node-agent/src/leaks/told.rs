@@ -99,7 +99,9 @@ impl Leaks {
     /// What is shown of a pod: of each series by the strictest mode that watches it.
     pub(crate) fn shown(&self, pod: &str) -> Vec<Shown<'_>> {
         let Some(watched) = self.pods.get(pod) else { return Vec::new() };
-        let mut series: Vec<&Series> = watched.series.iter().filter(|s| s.rule.is_some()).collect();
+        // Of what was never measured, nothing is known.
+        let told = |s: &&Series| s.rule.is_some() && (s.is_measured() || s.finding.is_some());
+        let mut series: Vec<&Series> = watched.series.iter().filter(told).collect();
         series.sort_by_key(|series| Reverse(series.of.mode));
         let mut shown: Vec<Shown<'_>> = Vec::new();
         for Series { of, finding, .. } in series {
