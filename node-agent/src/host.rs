@@ -134,7 +134,7 @@ impl Host {
                     now.duration_since(*last) + SOONEST / 2 >= Duration::from_millis(*every)
                 })
             };
-            let exact = want.exact_every.filter(due).is_some();
+            let exact = want.exact_every.as_ref().is_some_and(due);
             if marked.is_none() && !exact {
                 return None;
             }

@@ -54,6 +54,7 @@ pub(crate) struct Done {
 
 /// A job that is done.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "short-lived and few")]
 pub(crate) enum What {
     /// [`Job::CreateNode`], and the object that there is now.
     CreateNode(Option<Box<GpuMemoryNode>>),

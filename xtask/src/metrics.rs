@@ -493,6 +493,17 @@ pub(crate) fn is_histogram(name: &str) -> bool {
     ALL.iter().any(|metric| metric.kind == Kind::Histogram && metric.name == name)
 }
 
+/// Whether it is one of the metrics that pods may serve to the agent.
+pub(crate) fn is_read(name: &str) -> bool {
+    const READ: [&str; 4] = [
+        "highwater_framework_allocated_bytes",
+        "highwater_framework_reserved_bytes",
+        "highwater_graph_replays_total",
+        "highwater_work_total",
+    ];
+    READ.contains(&name)
+}
+
 /// Crates whose names begin like a metric's.
 const CRATES: [&str; 5] =
     ["highwater_crds", "highwater_policy", "highwater_gpu", "highwater_guard", "highwater_guard_abi"];

@@ -87,21 +87,17 @@ impl Leaks {
         let workloads = &mut self.workloads;
         self.pods.retain(|uid, watched| {
             let present = world.pods.get(uid).filter(|pod| pod.uid == watched.uid && !pod.facts.finished);
-            let mut known = match present {
-                Some(pod) => {
-                    let ended = watched.life.ended(&pod.facts);
-                    watched.pod = Some(Arc::clone(pod));
-                    let Some(ended) = ended else {
-                        watched.life = Life::of(&pod.facts);
-                        return true;
-                    };
-                    ended
-                }
-                None => {
-                    let last =
-                        world.pods.get(uid).filter(|pod| pod.uid == watched.uid).or(watched.pod.as_ref());
-                    last.map_or_else(Circumstances::default, |pod| last_words(&pod.facts))
-                }
+            let mut known = if let Some(pod) = present {
+                let ended = watched.life.ended(&pod.facts);
+                watched.pod = Some(Arc::clone(pod));
+                let Some(ended) = ended else {
+                    watched.life = Life::of(&pod.facts);
+                    return true;
+                };
+                ended
+            } else {
+                let last = world.pods.get(uid).filter(|pod| pod.uid == watched.uid).or(watched.pod.as_ref());
+                last.map_or_else(Circumstances::default, |pod| last_words(&pod.facts))
             };
             known.acted = acted(&watched.uid, watched.life.started, world.incidents.values());
             let next = present.map(|pod| Life::of(&pod.facts)).unwrap_or_default();

@@ -75,7 +75,7 @@ struct Head {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Pod {
     /// UID, as the kubelet knows it.
-    pod: String,
+    kubelet_uid: String,
     /// UID in the API.
     uid: String,
     life: Life,
@@ -155,7 +155,7 @@ impl Store {
         self.touched = false;
         let mut states = Vec::new();
         let pods = pods.iter().map(|(pod, watched)| Pod {
-            pod: pod.to_string(),
+            kubelet_uid: pod.to_string(),
             uid: watched.uid.to_string(),
             life: watched.life.clone(),
             series: watched
@@ -256,7 +256,7 @@ fn decode(bytes: &[u8], wall: Timestamp) -> Result<Found, Broken> {
     let away = u64::try_from(wall.duration_since(head.wall).as_millis()).unwrap_or(0);
     let clock = Millis(head.clock.saturating_add(away));
     let mut pods = HashMap::new();
-    for Pod { pod, uid, life, series: saved } in head.pods {
+    for Pod { kubelet_uid, uid, life, series: saved } in head.pods {
         let mut series = Vec::new();
         for one in saved {
             let (state, next) = part(rest).ok_or(Broken::Damaged)?;
@@ -265,7 +265,7 @@ fn decode(bytes: &[u8], wall: Timestamp) -> Result<Found, Broken> {
         }
         let watched =
             Watched { pod: None, uid: uid.into(), life, series, host: None, framework: None, failing: false };
-        pods.insert(pod.into(), watched);
+        pods.insert(kubelet_uid.into(), watched);
     }
     Ok(Found { pods, workloads: Workloads::of(head.workloads), clock: clock.0 })
 }
