@@ -4,7 +4,10 @@
 use highwater_crds::{
     ActionType, Decision, DecisionState, Evidence, GpuMemoryIncident, GpuMemoryPolicy, names,
 };
-use highwater_policy::remediation::{FLEET_HALTED, TICKET_NEEDED};
+use highwater_policy::{
+    leak_acts,
+    remediation::{FLEET_HALTED, Verdict},
+};
 use jiff::SignedDuration;
 use k8s_openapi::api::core::v1::{Node, ObjectReference, Pod};
 use kube::{
@@ -88,12 +91,12 @@ impl Events {
         }
     }
 
-    /// Tells on a workload that restarting it does not help.
-    pub(crate) fn ticket(&self, incident: &GpuMemoryIncident, workload: ObjectReference, why: &str) {
+    /// Tells on a workload that its team has to look: restarting it does not help.
+    pub(crate) fn ticket(&self, incident: &GpuMemoryIncident, workload: ObjectReference, why: &Verdict) {
         let event = Event {
             type_: EventType::Warning,
-            reason: TICKET_NEEDED.to_owned(),
-            note: Some(why.chars().take(1000).collect()),
+            reason: why.reason.to_owned(),
+            note: Some(why.message.chars().take(1000).collect()),
             action: "Restart".to_owned(),
             secondary: Some(incident.object_ref(&())),
         };
@@ -147,15 +150,25 @@ impl Events {
 fn note(incident: &GpuMemoryIncident, decision: &Decision) -> String {
     let spec = &incident.spec;
     let text = format!(
-        "{:?} of {:?} on device {} by policy {}: {}{}",
+        "{:?} of {:?} on device {} by policy {}: {}{}{}",
         spec.proposed.action,
         spec.kind,
         spec.device,
         spec.policy,
         decision.message,
+        leak(incident, decision),
         strength(&spec.evidence),
     );
     text.chars().take(1000).collect() // an Event takes 1 kB
+}
+
+/// What is known of a leak, where the decision does not say it itself.
+fn leak(incident: &GpuMemoryIncident, decision: &Decision) -> String {
+    let observation = incident.status.as_ref().and_then(|s| s.observation.as_ref());
+    leak_acts::latest(&incident.spec, observation)
+        .map(leak_acts::describe)
+        .filter(|says| !decision.message.contains(says))
+        .map_or_else(String::new, |says| format!(" (it {says})"))
 }
 
 /// How firmly the subject's quota held, which explains how it could come to this.

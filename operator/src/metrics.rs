@@ -18,6 +18,7 @@ pub(crate) struct Metrics {
     pub(crate) reconcile_errors: IntCounterVec,
     pub(crate) watch_errors: IntCounterVec,
     pub(crate) fleet_halted: IntGauge,
+    pub(crate) leak_workload_tickets: IntGauge,
     pub(crate) redirections: IntCounterVec,
     pub(crate) reaction: Histogram,
 }
@@ -96,6 +97,13 @@ impl Metrics {
                 IntGauge::new(
                     "highwater_fleet_halted",
                     "1 while so many devices or nodes are to be acted on that nothing is done.",
+                ),
+            )?,
+            leak_workload_tickets: register(
+                r,
+                IntGauge::new(
+                    "highwater_leak_workload_tickets",
+                    "Workloads whose pods leak alike, so that they are one ticket and none is restarted.",
                 ),
             )?,
             redirections: register(

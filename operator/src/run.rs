@@ -92,6 +92,7 @@ async fn follow_leadership(ctx: Arc<Context>, stop: CancellationToken) {
         ctx.claims.clear();
         ctx.device_taints.clear().await;
         incident_controller::show_halt(&ctx);
+        incident_controller::show_tickets(&ctx);
         if leads {
             ctx.wake_all();
         }

@@ -35,11 +35,13 @@ use tracing::warn;
 use crate::{
     agents::{LABELS, is_agent},
     context::{Context, Writers, is_open, key},
-    incident_controller::show_halt,
+    incident_controller::{show_halt, show_tickets, wake_siblings},
 };
 
 /// Annotation that the kubelet puts on the API's copy of a static pod.
 const MIRROR: &str = "kubernetes.io/config.mirror";
+/// Label by which a StatefulSet says from which of its templates it made a pod.
+pub(crate) const REVISION: &str = "controller-revision-hash";
 
 /// Starts every watch. None of them ends by itself.
 pub(crate) fn spawn(tasks: &mut JoinSet<anyhow::Result<()>>, ctx: &Arc<Context>, writers: Writers) {
@@ -63,6 +65,7 @@ pub(crate) fn spawn(tasks: &mut JoinSet<anyhow::Result<()>>, ctx: &Arc<Context>,
                 ctx.wake_incidents(|i| {
                     i.spec.device == incident.spec.device || (ended && both_drain(i, incident))
                 });
+                wake_siblings(ctx, incident);
                 if carrier(&incident.spec.proposed) == Carrier::Drain {
                     // Its cordon, and its request for a reset, stand and fall with it.
                     ctx.signals.nodes.add(incident.spec.node.clone());
@@ -74,6 +77,7 @@ pub(crate) fn spawn(tasks: &mut JoinSet<anyhow::Result<()>>, ctx: &Arc<Context>,
             }
         }
         show_halt(ctx);
+        show_tickets(ctx);
     });
     let mut seen = Changes::default();
     watches.all(writers.nodes, strip_node, move |ctx, node: &Node, news| {
@@ -305,7 +309,9 @@ fn strip_pod(pod: &mut Pod) {
         annotations
     });
     let kept = pod.metadata.labels.take().map(|mut labels| {
-        labels.retain(|key, value| LABELS.contains(&(key.as_str(), value.as_str())));
+        labels.retain(|key, value| {
+            LABELS.contains(&(key.as_str(), value.as_str())) || (uses_gpu && key == REVISION)
+        });
         labels
     });
     strip_owner(pod);

@@ -12,6 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::resolve::Policy;
 
+pub mod leaks;
+
 /// Format of the stored ledger.
 const VERSION: u32 = 1;
 /// Most tokens that are stored, so that the object stays well below 1 MiB. A full ledger refuses.
@@ -63,6 +65,9 @@ pub struct Token {
     /// When the pod was created.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub born: Option<Timestamp>,
+    /// Slope in bytes an hour of the leak that the act is for. None: it is for no leak.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub leak: Option<i64>,
     /// Until when it is kept at least: the longest window of any policy when it was reserved. A
     /// policy that is away for a while does not shorten the memory of the others' acts.
     #[serde(rename = "keepUntil", default, skip_serializing_if = "Option::is_none")]
@@ -328,6 +333,8 @@ pub struct Request<'a> {
     pub enforced: bool,
     /// The longest window of any policy in minutes; older tokens are forgotten.
     pub longest_window_minutes: i32,
+    /// Horizon of the policy for leaks: see [`leaks`]. None where the act is for no leak.
+    pub leak_horizon: Option<SignedDuration>,
 }
 
 /// The answer to a request.
@@ -372,6 +379,7 @@ pub fn reserve(ledger: &TokenLedger, limits: &Limits, request: &Request<'_>) -> 
         return Answer::Reserved { ledger: None, said: texts(&said) };
     }
     said.extend(limits.rates(ledger, &request.token));
+    said.extend(leaks::rate(ledger, request));
     let mut next = ledger.clone();
     next.forget(now, request.longest_window_minutes);
     said.extend(full(&next));
@@ -380,6 +388,7 @@ pub fn reserve(ledger: &TokenLedger, limits: &Limits, request: &Request<'_>) -> 
     }
     next.version = VERSION;
     let keep_until = now.checked_add(window(request.longest_window_minutes)).ok();
+    let keep_until = keep_until.max(leaks::kept_until(request));
     next.tokens.insert(request.key.to_owned(), Token { keep_until, ..request.token.clone() });
     Answer::Reserved { ledger: Some(next), said: texts(&said) }
 }
@@ -531,6 +540,7 @@ mod tests {
             pod: pod.into(),
             act: Some(Act::Restart),
             born: None,
+            leak: None,
             keep_until: None,
         }
     }
@@ -563,6 +573,7 @@ mod tests {
             unavailable: &unavailable,
             enforced: true,
             longest_window_minutes: 60,
+            leak_horizon: None,
         };
         reserve(ledger, limits, &request)
     }
@@ -615,6 +626,7 @@ mod tests {
             unavailable: &down,
             enforced: true,
             longest_window_minutes: 60,
+            leak_horizon: None,
         };
         assert!(matches!(reserve(&TokenLedger::default(), &limits, &request), Answer::Refused { .. }));
         let own = BTreeSet::from(["b".to_owned()]);
@@ -633,6 +645,7 @@ mod tests {
             unavailable: &down,
             enforced: true,
             longest_window_minutes: 60,
+            leak_horizon: None,
         };
         let Answer::Refused { said, retry_at: None } = reserve(&ledger, &limits, &request) else { panic!() };
         assert!(said[0].contains("maxUnavailable 1 (policy p): 2 with this pod: refused"), "{said:?}");
@@ -653,6 +666,7 @@ mod tests {
             unavailable: &none,
             enforced: false,
             longest_window_minutes: 60,
+            leak_horizon: None,
         };
         let answer = reserve(&TokenLedger::default(), &unbounded, &rehearsed);
         assert!(matches!(answer, Answer::Reserved { .. }));
@@ -668,6 +682,7 @@ mod tests {
             unavailable: &none,
             enforced: true,
             longest_window_minutes: window,
+            leak_horizon: None,
         };
         let day = granted(reserve(&TokenLedger::default(), &limits, &request("a", "a", 0, 24 * 60)));
         let later = granted(reserve(&day, &limits, &request("b", "b", 7300, 60)));

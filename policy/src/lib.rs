@@ -10,6 +10,8 @@ pub mod drain;
 pub mod episode;
 pub mod host_memory;
 pub mod leak;
+pub mod leak_acts;
+pub mod leak_tickets;
 pub mod ledger;
 pub mod node_labels;
 pub mod node_status;

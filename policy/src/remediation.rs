@@ -17,13 +17,13 @@
 //! drain has a machine of its own: see [`crate::drain`].
 
 use highwater_crds::{
-    ActReport, ActState, ActionType, Decision, DecisionState, GpuMemoryIncidentSpec, Mode, Observation,
-    ObservationState, Proposal, Subject,
+    ActReport, ActState, ActionType, Decision, DecisionState, GpuMemoryIncidentSpec, IncidentKind, Mode,
+    Observation, ObservationState, Proposal, Subject,
 };
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 
-use crate::pod::PodFacts;
+use crate::{leak_acts, pod::PodFacts};
 
 /// The oldest observation that may be acted on.
 pub const FRESH: SignedDuration = SignedDuration::from_secs(5);
@@ -113,6 +113,8 @@ pub struct View<'a> {
     /// Why another restart of the workload would be in vain, if it would: see
     /// [`crate::budget::TokenLedger::in_vain`].
     pub in_vain: Option<String>,
+    /// What else is known where it is about a leak.
+    pub leak: Option<leak_acts::Standing>,
 }
 
 /// What the policy of an incident asks for now.
@@ -228,7 +230,7 @@ pub(crate) fn verdict(state: DecisionState, reason: &'static str, message: impl 
 
 /// What to do next about an incident.
 pub fn decide(view: &View<'_>, now: Timestamp) -> Step {
-    use DecisionState::{Approved, Cancelled, Proposed, Suppressed, Verifying};
+    use DecisionState::{Approved, Proposed, Suppressed, Verifying};
 
     let state = view.decision.map(|d| d.state);
     let by_agent = carrier(&view.spec.proposed) == Carrier::Agent;
@@ -254,19 +256,17 @@ pub fn decide(view: &View<'_>, now: Timestamp) -> Step {
     if let Some(verdict) = never(view, subject) {
         return end(verdict);
     }
+    if let Some(step) = leak_acts::not_due(view, now) {
+        return step;
+    }
     if view.spec.mode == Mode::DryRun {
         if by_agent {
             return end(rehearsed(view.spec.proposed.action, view.refusal.as_ref()));
         }
         return Step::Rehearse;
     }
-    if let Some(away) = view.agent_away.filter(|away| *away >= AGENT_GONE) {
-        let message = format!(
-            "node {} has had no Ready agent for {} s: nobody can say what the pod holds",
-            view.spec.node,
-            away.as_secs()
-        );
-        return end(verdict(Cancelled, "AgentGone", message));
+    if let Some(gone) = agent_gone(view) {
+        return end(gone);
     }
     if let Some(step) = held_back(view, now) {
         return step;
@@ -275,6 +275,17 @@ pub fn decide(view: &View<'_>, now: Timestamp) -> Step {
         (true, Some(decision)) if decision.state == Approved => awaits_agent(view, decision, now),
         (_, _) => ask_first(view, now).unwrap_or(if by_agent { Step::Allow } else { Step::Act }),
     }
+}
+
+/// The end of an incident about which nobody can say any more how it stands.
+pub(crate) fn agent_gone(view: &View<'_>) -> Option<Verdict> {
+    let away = view.agent_away.filter(|away| *away >= AGENT_GONE)?;
+    let message = format!(
+        "node {} has had no Ready agent for {} s: nobody can say what the pod holds",
+        view.spec.node,
+        away.as_secs()
+    );
+    Some(verdict(DecisionState::Cancelled, "AgentGone", message))
 }
 
 /// What the agent has reported of the act, if anything.
@@ -340,7 +351,8 @@ fn never(view: &View<'_>, subject: &Subject) -> Option<Verdict> {
     if !matches!(view.spec.mode, Mode::DryRun | Mode::Enforce) {
         return Some(verdict(Suppressed, "ObserveOnly", format!("policy {policy} only observes")));
     }
-    if !matches!(carrier(&view.spec.proposed), Carrier::Eviction | Carrier::Agent) {
+    let leak = view.spec.kind == IncidentKind::Leak;
+    if !leak && !matches!(carrier(&view.spec.proposed), Carrier::Eviction | Carrier::Agent) {
         let message =
             format!("{:?} is done on the node; there is nothing to decide", view.spec.proposed.action);
         return Some(verdict(Suppressed, "NotAnAct", message));
@@ -397,18 +409,16 @@ fn never(view: &View<'_>, subject: &Subject) -> Option<Verdict> {
     }
     match latest(view).map(|o| o.state) {
         Some(ObservationState::Recovered) => {
-            return because(
-                Cancelled,
-                "Recovered",
-                "memory fell below the mark before anything was done".to_owned(),
-            );
+            let what = if leak { "the suspicion cleared" } else { "memory fell below the mark" };
+            return because(Cancelled, "Recovered", format!("{what} before anything was done"));
         }
         Some(ObservationState::Gone) => {
             return because(Cancelled, "Recovered", "the pod holds no memory there any more".to_owned());
         }
         _ => {}
     }
-    let in_vain = view.in_vain.as_ref().filter(|_| view.spec.proposed.action == ActionType::Restart);
+    // Of a leak it matters only once an act is due: see `leak_acts`.
+    let in_vain = view.in_vain.as_ref().filter(|_| !leak && view.spec.proposed.action == ActionType::Restart);
     match (in_vain, view.spec.mode) {
         (Some(why), Mode::Enforce) => because(Suppressed, TICKET_NEEDED, why.clone()),
         _ => None,
@@ -799,6 +809,7 @@ mod tests {
             refusal: None,
             blocked: None,
             in_vain: None,
+            leak: None,
         }
     }
 

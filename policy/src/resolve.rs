@@ -849,6 +849,27 @@ pub fn terms(
     }
 }
 
+/// What a policy says of leaks on a device of this kind by a node's plan, whatever it asks to be done
+/// about them. A device of unknown kind (`None`) takes any of the policy's rules.
+pub fn leak_rule<'a>(
+    plan: &'a GpuMemoryNodeSpec,
+    mode: Mode,
+    policy: &str,
+    device: Option<(&str, Partition)>,
+) -> Option<&'a PlanLeaks> {
+    let layer = plan.layers.iter().find(|l| l.mode == mode)?;
+    let rules = layer.rules.iter().filter(|r| {
+        device.is_none_or(|(product, partition)| r.product == product && r.partition == partition)
+    });
+    rules.filter_map(|r| r.leaks.as_ref()).find(|l| l.policy == policy)
+}
+
+impl From<&PlanLeaks> for Terms {
+    fn from(rule: &PlanLeaks) -> Self {
+        Self { namespaces: rule.namespaces.clone(), owner_kinds: rule.owner_kinds.clone() }
+    }
+}
+
 /// The settings of an act that a node's plan asks for; those that [`terms`] go with. Of several marks
 /// the highest counts. None where the plan does not ask for the act (any more), or gives no settings.
 pub fn action<'a>(

@@ -174,6 +174,23 @@ const ALERTS: &[Alert] = &[
         description: "More devices ask for a restart at once than haltAtCondemnedPercent allows. That is most likely a fault of measurement.",
     },
     Alert {
+        name: "HighwaterWorkloadLeaks",
+        expr: "max(highwater_leak_workload_tickets) > 0",
+        lasts: "0m",
+        severity: "warning",
+        summary: "Pods of {{ $value }} workloads leak alike.",
+        description: "Their program leaks, so none of them is restarted. The incidents with the reason WorkloadTicket name the pods, and an Event the workload; a new template of it ends the ticket.",
+    },
+    Alert {
+        name: "HighwaterTicketNeeded",
+        // A counter that appears with its first increase has no increase to Prometheus.
+        expr: r#"sum(increase(highwater_incident_decisions_total{reason="TicketNeeded"}[15m])) > 0 or sum(highwater_incident_decisions_total{reason="TicketNeeded"} unless highwater_incident_decisions_total{reason="TicketNeeded"} offset 15m) > 0"#,
+        lasts: "0m",
+        severity: "warning",
+        summary: "Restarting a workload does not help.",
+        description: "It is not restarted a third time. The incident with the reason TicketNeeded says why, and an Event is on the workload.",
+    },
+    Alert {
         name: "HighwaterActFailed",
         // A counter that appears with its first increase has no increase to Prometheus.
         expr: r#"sum by (reason) (increase(highwater_incident_decisions_total{state="Failed"}[15m])) > 0 or sum by (reason) (highwater_incident_decisions_total{state="Failed"} unless highwater_incident_decisions_total{state="Failed"} offset 15m) > 0"#,

@@ -411,6 +411,12 @@ pub(crate) const ALL: &[Metric] = &[
     operator("highwater_watch_errors_total", Kind::Counter, &["kind"], "Watches that were interrupted."),
     operator("highwater_fleet_halted", Kind::Gauge, &[], "1 while the fleet breaker holds every new act."),
     operator(
+        "highwater_leak_workload_tickets",
+        Kind::Gauge,
+        &[],
+        "Workloads whose pods leak alike: one ticket, and none is restarted.",
+    ),
+    operator(
         "highwater_redirections_total",
         Kind::Counter,
         &["outcome"],

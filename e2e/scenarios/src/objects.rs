@@ -21,6 +21,7 @@ pub struct ModelServer {
     env: Vec<Value>,
     restricted: bool,
     node: Option<String>,
+    spread: bool,
     ports: Vec<Value>,
     readiness: Value,
     priority_class: Option<String>,
@@ -40,6 +41,7 @@ impl ModelServer {
             env: Vec::new(),
             restricted: false,
             node: Some(NODE.to_owned()),
+            spread: false,
             ports: Vec::new(),
             readiness: Value::Null,
             priority_class: None,
@@ -57,6 +59,13 @@ impl ModelServer {
     #[must_use]
     pub fn anywhere(mut self) -> Self {
         self.node = None;
+        self
+    }
+
+    /// Spreads its pods over the nodes.
+    #[must_use]
+    pub fn spread(mut self) -> Self {
+        self.spread = true;
         self
     }
 
@@ -187,6 +196,12 @@ impl ModelServer {
         // Scenarios look at one node; a second one may be up.
         if let Some(node) = &self.node {
             template["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": node});
+        }
+        if self.spread {
+            template["spec"]["topologySpreadConstraints"] = json!([{
+                "maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule",
+                "labelSelector": {"matchLabels": {"app": self.name}},
+            }]);
         }
         if let Some(class) = &self.priority_class {
             template["spec"]["priorityClassName"] = json!(class);

@@ -13,7 +13,7 @@ use highwater_policy::{
     budget::{self, Act, Answer, Limits, Request, Token, TokenLedger},
     remediation::Refusal,
 };
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::{api::core::v1::ConfigMap, apimachinery::pkg::apis::meta::v1::ObjectMeta};
 use kube::{Api, api::PostParams, runtime::reflector::ObjectRef};
 use tokio::sync::Mutex;
@@ -46,6 +46,8 @@ pub(crate) struct Wanted {
     /// UIDs of the workload's pods that are not ready.
     pub(crate) unavailable: BTreeSet<String>,
     pub(crate) enforced: bool,
+    /// Horizon of the policy, where the act is for a leak.
+    pub(crate) leak_horizon: Option<SignedDuration>,
 }
 
 impl Wanted {
@@ -57,6 +59,7 @@ impl Wanted {
             unavailable: &self.unavailable,
             enforced: self.enforced,
             longest_window_minutes: longest_window(ctx),
+            leak_horizon: self.leak_horizon,
         };
         budget::reserve(ledger, limits, &request)
     }
@@ -88,7 +91,10 @@ pub(crate) fn look(ctx: &Context, scene: &Scene) -> Result<Standing, Error> {
             Answer::Reserved { .. } => None,
             Answer::Refused { said, retry_at } => Some(Refusal { said, retry_at }),
         },
-        in_vain: ledger.in_vain(&wanted.key, &high_again),
+        in_vain: wanted
+            .leak_horizon
+            .and_then(|horizon| ledger.leaks_on(&wanted.key, &high_again, horizon))
+            .or_else(|| ledger.in_vain(&wanted.key, &high_again)),
     })
 }
 
@@ -178,10 +184,12 @@ fn wanted(ctx: &Context, scene: &Scene) -> Wanted {
                 .as_ref()
                 .and_then(|(pod, _)| pod.metadata.creation_timestamp.as_ref())
                 .map(|at| at.0),
+            leak: scene.leak.as_ref().map(|leak| leak.slope),
             keep_until: None,
         },
         unavailable,
         enforced: spec.mode == Mode::Enforce,
+        leak_horizon: scene.leak.as_ref().map(|leak| leak.horizon),
     }
 }
 

@@ -2,6 +2,8 @@
 //! call has its effect, the answer never comes - and another one goes on with what it finds. However
 //! it falls, every pod is evicted at most once, every act ends, and nothing is left behind.
 
+mod leaks;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex, MutexGuard},
@@ -152,6 +154,9 @@ impl Cluster {
         let mut observation = json!({"state": if back { "Recovered" } else { "Over" }, "at": now()});
         if let Some(act) = act {
             observation["act"] = act;
+        }
+        if incident["spec"]["kind"] == "Leak" {
+            observation["leak"] = leaks::finding("Act");
         }
         incident["status"]["observation"] = observation;
         self.put(INCIDENT, incident);

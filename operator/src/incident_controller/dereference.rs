@@ -4,19 +4,21 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use highwater_crds::{
-    ActionType, Decision, DecisionState, GpuMemoryIncident, GpuMemoryNode, Mode, Partition, names,
+    ActionType, Decision, DecisionState, GpuMemoryIncident, GpuMemoryNode, IncidentKind, Mode, Partition,
+    names,
 };
 use highwater_policy::{
     budget::{Fleet, Limits},
+    leak_acts,
     pod::{PodFacts, selects_namespace},
     remediation::{Asks, Carrier, Refusal, Rival, Turn, View, carrier},
-    resolve::{Policies, Policy, Terms, terms},
+    resolve::{Policies, Policy, Terms, leak_rule, terms},
 };
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
 use kube::{Api, runtime::reflector::ObjectRef};
 
-use super::{budget, probe, workload};
+use super::{budget, leaks, probe, workload};
 use crate::{
     claims::Claim,
     context::{Context, Halt, Key, Known, is_open, state},
@@ -34,6 +36,8 @@ pub(crate) struct Scene {
     pub(crate) refusal: Option<Refusal>,
     /// Whether the act has its token already.
     pub(crate) token: bool,
+    /// The leak that it is about, if it is.
+    pub(super) leak: Option<leaks::Leak>,
     in_vain: Option<String>,
     asks: OwnedAsks,
     agent_away: Option<SignedDuration>,
@@ -74,6 +78,7 @@ pub(crate) async fn dereference(ctx: &Context, key: &Key) -> Result<Option<Scene
         limits: Limits::default(),
         refusal: None,
         token: false,
+        leak: None,
         in_vain: None,
         asks: OwnedAsks::Unknown,
         agent_away: None,
@@ -109,7 +114,8 @@ impl Scene {
         self.paused = paused(ctx, &self.incident, namespace, pod);
         self.rival = rival(ctx, &self.key, &self.incident);
         self.halted = halted(ctx, &self.incident, &self.limits);
-        if !self.is_verifying() && spec.subject.is_some() {
+        self.leak = leaks::look(ctx, self, &known);
+        if !self.is_verifying() && self.incident.spec.subject.is_some() {
             let budget::Standing { token, refusal, in_vain } = budget::look(ctx, self)?;
             (self.token, self.refusal, self.in_vain) = (token, refusal, in_vain);
         }
@@ -158,6 +164,7 @@ impl Scene {
             refusal: self.refusal.clone(),
             blocked: self.blocked.clone(),
             in_vain: self.in_vain.clone(),
+            leak: self.leak.as_ref().map(|leak| leak.standing.clone()),
         }
     }
 
@@ -215,9 +222,14 @@ fn what_is_asked(ctx: &Context, incident: &GpuMemoryIncident, known: &Known) -> 
     }
     let act = (spec.kind, spec.proposed.action);
     let plan = plan.filter(|_| still_stored);
-    let Some(terms) = plan.and_then(|plan| terms(plan, spec.mode, &spec.policy, act, device)) else {
-        return OwnedAsks::Nothing;
-    };
+    let asked = plan.and_then(|plan| {
+        if spec.kind == IncidentKind::Leak {
+            // It is watched as long as the policy looks for leaks, whatever it does about them.
+            return leak_rule(plan, spec.mode, &spec.policy, device).map(Terms::from);
+        }
+        terms(plan, spec.mode, &spec.policy, act, device)
+    });
+    let Some(terms) = asked else { return OwnedAsks::Nothing };
     let namespace_selected = spec.subject.as_ref().is_some_and(|subject| {
         let facts = ctx.stores.namespace(&subject.namespace);
         selects_namespace(
@@ -359,8 +371,11 @@ fn fleet(ctx: &Context) -> Fleet {
 
 /// Whether somebody is to be acted on for good because of this incident: a pod, or a whole node.
 fn condemns(incident: &GpuMemoryIncident) -> bool {
-    let spec = &incident.spec;
+    let (spec, status) = (&incident.spec, incident.status.as_ref());
+    let (observation, decision) =
+        status.map_or((None, None), |s| (s.observation.as_ref(), s.decision.as_ref()));
     spec.mode == Mode::Enforce
+        && (spec.kind != IncidentKind::Leak || leak_acts::is_due(spec, observation, decision))
         && match carrier(&spec.proposed) {
             Carrier::Eviction | Carrier::Agent => spec.subject.is_some(),
             Carrier::Drain => true,

@@ -11,6 +11,7 @@ mod collect;
 mod dereference;
 mod drain;
 mod evict;
+mod leaks;
 mod probe;
 mod record;
 mod workload;
@@ -30,6 +31,7 @@ pub(crate) use budget::Reservations;
 pub(crate) use collect::collect_finished;
 pub(crate) use dereference::show_halt;
 pub(crate) use drain::Leases;
+pub(crate) use leaks::{show_tickets, wake_siblings};
 pub(crate) use probe::Refusals;
 
 use crate::{

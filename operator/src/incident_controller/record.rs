@@ -1,7 +1,10 @@
 //! The record step: the decision goes into the incident, and an Event beside it.
 
 use highwater_crds::{GpuMemoryIncident, names::manager};
-use highwater_policy::remediation::{self, Particulars, TICKET_NEEDED, Verdict};
+use highwater_policy::{
+    leak_acts::WORKLOAD_TICKET,
+    remediation::{self, Particulars, TICKET_NEEDED, Verdict},
+};
 use jiff::Timestamp;
 use kube::{Api, api::PatchParams};
 use tracing::info;
@@ -19,14 +22,14 @@ pub(crate) async fn record(
     verdict: Verdict,
     particulars: Particulars,
 ) -> Result<(), Error> {
-    let needs_ticket = verdict.reason == TICKET_NEEDED;
+    // Of those that come to a ticket together one tells.
+    let tells = scene.leak.as_ref().is_some_and(|leak| leak.tells);
+    let ticket = verdict.reason == TICKET_NEEDED || (verdict.reason == WORKLOAD_TICKET && tells);
     if !write(ctx, &scene.key, &mut scene.incident, &verdict, particulars).await? {
         return Ok(());
     }
-    if let (true, Some(workload), Some(subject)) =
-        (needs_ticket, &scene.workload, &scene.incident.spec.subject)
-    {
-        ctx.events.ticket(&scene.incident, workload.reference(&subject.namespace), &verdict.message);
+    if let (true, Some(workload), Some(subject)) = (ticket, &scene.workload, &scene.incident.spec.subject) {
+        ctx.events.ticket(&scene.incident, workload.reference(&subject.namespace), &verdict);
     }
     Ok(())
 }

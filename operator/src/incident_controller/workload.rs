@@ -3,6 +3,7 @@
 use std::{collections::BTreeSet, fmt};
 
 use highwater_policy::pod::{Owner, PodFacts};
+use jiff::Timestamp;
 use k8s_openapi::{
     api::core::v1::{ObjectReference, Pod},
     apimachinery::pkg::apis::meta::v1::ObjectMeta,
@@ -13,6 +14,7 @@ use kube::{
     runtime::reflector::{ObjectRef, Store},
 };
 
+use super::leaks;
 use crate::context::Stores;
 
 /// Longest chain of owners that is followed.
@@ -99,6 +101,18 @@ pub(crate) fn unavailable(stores: &Stores, namespace: &str, workload: &Workload)
             controller(&pod.metadata).is_some_and(|owner| climb(stores, namespace, owner) == *workload)
         })
         .filter_map(|pod| pod.metadata.uid.clone())
+        .collect()
+}
+
+/// Revision and birth of each pod of a workload.
+pub(crate) fn pods(stores: &Stores, namespace: &str, workload: &Workload) -> Vec<(String, Timestamp)> {
+    let of_it = |pod: &Pod| {
+        pod.metadata.namespace.as_deref() == Some(namespace)
+            && controller(&pod.metadata).is_some_and(|owner| climb(stores, namespace, owner) == *workload)
+    };
+    let pods = stores.pods.state_filter(of_it);
+    pods.iter()
+        .filter_map(|pod| Some((leaks::revision(pod), pod.metadata.creation_timestamp.as_ref()?.0)))
         .collect()
 }
 

@@ -18,6 +18,7 @@ mod freeze;
 mod guard;
 mod keeper;
 mod kills;
+mod leaks;
 mod modes;
 mod observability;
 mod pool;

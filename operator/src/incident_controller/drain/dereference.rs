@@ -194,6 +194,7 @@ impl Scene {
             },
             unavailable,
             enforced: self.is_enforced(),
+            leak_horizon: None,
         }
     }
 
@@ -205,6 +206,7 @@ impl Scene {
             token: Token { workload: format!("Node/{}", self.incident.spec.node), ..self.token() },
             unavailable: BTreeSet::new(),
             enforced: self.is_enforced(),
+            leak_horizon: None,
         }
     }
 
@@ -218,6 +220,7 @@ impl Scene {
             pod: String::new(),
             act: Some(Act::Drain),
             born: None,
+            leak: None,
             keep_until: None,
         }
     }

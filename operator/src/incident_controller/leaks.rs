@@ -1,0 +1,196 @@
+//! What is known of a leak beside what the agent found: what the policy says of it, and which other
+//! pods of the workload leak. All of it comes from stores.
+
+use std::collections::BTreeSet;
+
+use highwater_crds::{
+    ActionType, GpuMemoryIncident, GpuMemoryIncidentSpec, IncidentKind, Leaks, Mode, Observation,
+    ObservationState,
+};
+use highwater_policy::{
+    budget::leaks::{horizon, lead},
+    leak_acts::{Standing, has_ticket, latest},
+    leak_tickets::{Member, ticket},
+    pod::PodFacts,
+    resolve::leak_rule,
+};
+use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::core::v1::Pod;
+use kube::runtime::reflector::ObjectRef;
+
+use super::{
+    dereference::{Scene, model},
+    workload::{self, Workload},
+};
+use crate::{
+    context::{Context, Key, Known, is_open, key},
+    watch::{REVISION, readable},
+};
+
+/// A leak as its incident's decision takes it.
+#[derive(Clone, Debug)]
+pub(super) struct Leak {
+    pub(super) standing: Standing,
+    /// How long ahead the policy looks.
+    pub(super) horizon: SignedDuration,
+    /// Slope in bytes an hour, by the agent's last finding.
+    pub(super) slope: i64,
+    /// Whether this incident tells of the ticket that it is on.
+    pub(super) tells: bool,
+}
+
+/// What the policy of an incident says of leaks on its device now.
+pub(super) fn rule<'a>(ctx: &Context, spec: &GpuMemoryIncidentSpec, known: &'a Known) -> Option<&'a Leaks> {
+    let status = ctx.stores.plan(&spec.node);
+    let device = status.as_deref().and_then(readable).and_then(|node| model(node, &spec.device));
+    let plan = known.plans.get(&spec.node)?;
+    leak_rule(plan, spec.mode, &spec.policy, device).map(|rule| &rule.value)
+}
+
+/// Everything about the leak of an incident of that kind.
+pub(super) fn look(ctx: &Context, scene: &Scene, known: &Known) -> Option<Leak> {
+    let incident = &scene.incident;
+    let spec = &incident.spec;
+    if spec.kind != IncidentKind::Leak {
+        return None;
+    }
+    let rule = rule(ctx, spec, known);
+    let (horizon, lead) = rule.map_or_else(
+        || (horizon(&Leaks::default()), lead(&Leaks::default())),
+        |leaks| (horizon(leaks), lead(leaks)),
+    );
+    let asked = rule.is_some_and(|leaks| asks(leaks, spec.proposed.action));
+    let observation = incident.status.as_ref().and_then(|s| s.observation.as_ref());
+    let slope = latest(spec, observation).map_or(0, |found| found.slope_bytes_per_hour.mid);
+    let ticket = scene.workload.as_ref().and_then(|workload| {
+        let uid = incident.metadata.uid.as_deref().unwrap_or_default();
+        Some((ticket(&members(ctx, scene, workload), uid, horizon)?, workload))
+    });
+    Some(Leak {
+        tells: ticket.as_ref().is_some_and(|(ticket, _)| ticket.tells),
+        standing: Standing {
+            lead,
+            asked,
+            ticket: ticket.map(|(ticket, workload)| ticket.sentence(&workload.to_string())),
+        },
+        horizon,
+        slope,
+    })
+}
+
+fn asks(leaks: &Leaks, act: ActionType) -> bool {
+    leaks.actions.iter().any(|a| a.type_ == act)
+}
+
+/// The open incidents about leaks of a workload's pods. The scene's own is as the scene has it.
+fn members(ctx: &Context, scene: &Scene, workload: &Workload) -> Vec<Member> {
+    let Some(subject) = &scene.incident.spec.subject else { return Vec::new() };
+    let pods = workload::pods(&ctx.stores, &subject.namespace, workload);
+    let others = ctx.stores.incidents(|other| {
+        other.spec.kind == IncidentKind::Leak
+            && other.spec.subject.as_ref().is_some_and(|s| s.namespace == subject.namespace)
+            && key(&other.metadata) != scene.key
+    });
+    let others = others.into_iter().map(|other| ctx.written.newest(&key(&other.metadata), &other));
+    let own = scene.pod.as_ref().and_then(|(pod, _)| member(&scene.incident, pod, &pods));
+    let others = others.filter(is_open).filter_map(|other| {
+        let subject = other.spec.subject.as_ref()?;
+        let pod = ctx.stores.pods.get(&ObjectRef::new(&subject.name).within(&subject.namespace))?;
+        let top = workload::top_owner(&ctx.stores, &PodFacts::parse(&pod))?;
+        (top == *workload).then(|| member(&other, &pod, &pods))?
+    });
+    others.chain(own).collect()
+}
+
+/// What counts of one incident; `None` where its pod is gone or has recovered.
+fn member(incident: &GpuMemoryIncident, pod: &Pod, pods: &[(String, Timestamp)]) -> Option<Member> {
+    let spec = &incident.spec;
+    let subject = spec.subject.as_ref().filter(|s| Some(&s.uid) == pod.metadata.uid.as_ref())?;
+    let status = incident.status.as_ref();
+    let observation = status.and_then(|s| s.observation.as_ref());
+    let ended = |o: &Observation| {
+        matches!(o.state, ObservationState::Recovered | ObservationState::Gone)
+            && o.at.0 >= spec.evidence.at.0
+    };
+    let found = latest(spec, observation).filter(|_| !observation.is_some_and(ended))?;
+    let born = pod.metadata.creation_timestamp.as_ref()?.0;
+    let revision = revision(pod);
+    Some(Member {
+        incident: incident.metadata.uid.clone()?,
+        pod: subject.uid.clone(),
+        name: subject.name.clone(),
+        node: spec.node.clone(),
+        mode: spec.mode,
+        memory: found.memory,
+        class: found.class,
+        slope: found.slope_bytes_per_hour.mid,
+        since: spec.evidence.at.0,
+        age: spec.evidence.at.0.duration_since(born),
+        replaced: pods.iter().any(|(other, at)| *other != revision && *at > born),
+        revision,
+        ticketed: has_ticket(status.and_then(|s| s.decision.as_ref())),
+    })
+}
+
+/// What tells pods of a workload apart that were made from different templates: the revision that
+/// their owner wrote on them, else the owner itself, of which a Deployment has one for each.
+pub(super) fn revision(pod: &Pod) -> String {
+    let meta = &pod.metadata;
+    let written = meta.labels.as_ref().and_then(|labels| labels.get(REVISION)).cloned();
+    let owner = || meta.owner_references.as_ref()?.iter().find(|o| o.controller == Some(true));
+    written.or_else(|| owner().map(|o| o.uid.clone())).unwrap_or_default()
+}
+
+/// Looks at the other leaks of a workload when one of them has news: together they may be a ticket.
+pub(crate) fn wake_siblings(ctx: &Context, incident: &GpuMemoryIncident) {
+    let workload = |i: &GpuMemoryIncident| -> Option<(String, String)> {
+        let decision = i.status.as_ref()?.decision.as_ref()?;
+        Some((i.spec.subject.as_ref()?.namespace.clone(), decision.workload.clone()?))
+    };
+    let decision = |i: &GpuMemoryIncident| i.status.as_ref().and_then(|s| s.decision.clone());
+    if incident.spec.kind != IncidentKind::Leak {
+        return;
+    }
+    let Some(own) = workload(incident) else { return };
+    ctx.wake_incidents(|other| {
+        other.spec.kind == IncidentKind::Leak
+            && other.metadata.uid != incident.metadata.uid
+            && !has_ticket(decision(other).as_ref())
+            && workload(other).as_ref() == Some(&own)
+    });
+}
+
+/// Shows how many workloads have a ticket because their pods leak alike; none on a replica that does
+/// not lead.
+pub(crate) fn show_tickets(ctx: &Context) {
+    let on_ticket = |i: &GpuMemoryIncident| {
+        i.spec.kind == IncidentKind::Leak
+            && i.spec.mode == Mode::Enforce
+            && has_ticket(i.status.as_ref().and_then(|s| s.decision.as_ref()))
+    };
+    let incidents = if ctx.leader.holds() { ctx.stores.incidents(on_ticket) } else { Vec::new() };
+    let workloads: BTreeSet<Key> = incidents
+        .into_iter()
+        .filter_map(|i| Some((i.spec.subject?.namespace, i.status?.decision?.workload?)))
+        .collect();
+    ctx.metrics.leak_workload_tickets.set(i64::try_from(workloads.len()).unwrap_or(i64::MAX));
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_revision_is_the_one_written_on_the_pod_else_its_replica_set() {
+        let pod = |labels: serde_json::Value| -> Pod {
+            serde_json::from_value(json!({"metadata": {"labels": labels, "ownerReferences": [
+                {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "r", "uid": "r-1", "controller": true}]}}))
+            .unwrap()
+        };
+        assert_eq!(revision(&pod(json!({}))), "r-1");
+        assert_eq!(revision(&pod(json!({"controller-revision-hash": "abc"}))), "abc");
+        assert_eq!(revision(&Pod::default()), "");
+    }
+}
