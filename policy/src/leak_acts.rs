@@ -24,7 +24,7 @@ use jiff::{SignedDuration, Timestamp};
 
 use crate::{
     leak::Settings,
-    remediation::{Asks, Carrier, Step, TICKET_NEEDED, Verdict, View, agent_gone, carrier, verdict},
+    remediation::{Asks, Carrier, Step, TICKET_NEEDED, View, agent_gone, carrier, verdict},
 };
 
 /// Reason of an incident that is only a suspicion.

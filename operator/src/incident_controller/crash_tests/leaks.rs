@@ -126,6 +126,7 @@ async fn three_that_leak_alike_are_a_ticket_and_no_restart_whenever_the_operator
                 }
             }
         }
+        operator.hear(&lock(&cluster));
         crate::incident_controller::show_tickets(&operator.ctx);
         assert_eq!(operator.ctx.metrics.leak_workload_tickets.get(), 1, "step {dies_after}");
         let cluster = lock(&cluster);
