@@ -12,7 +12,7 @@ fn the_api_server_refuses_what_cannot_be_right_and_says_what_to_change() -> Resu
     scenario("refused", async |s| {
         let breaker = |warning: Value, critical: Value| json!([{"scope": "Device", "warning": warning, "critical": critical}]);
         let mark = |trip: i32, clear: i32| json!({"tripPercent": trip, "clearPercent": clear});
-        let cases: [(&str, &str, Value, &str); 19] = [
+        let cases: [(&str, &str, Value, &str); 22] = [
             (
                 "clear above trip",
                 "breakers",
