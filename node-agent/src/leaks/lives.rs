@@ -72,8 +72,8 @@ fn last_words(facts: &PodFacts) -> Circumstances {
 }
 
 impl Leaks {
-    /// Ends lives, and begins those that follow. Returns whether somebody was suspect.
-    pub(super) fn live_on(&mut self, world: &World, at: Millis, wall: Timestamp) -> bool {
+    /// Ends lives, and begins those that follow.
+    pub(super) fn live_on(&mut self, world: &World, at: Millis, wall: Timestamp) {
         // Before they were listed nobody knows who is gone, or by whose doing.
         if !world.synced.pods || !world.synced.incidents {
             for (uid, watched) in &mut self.pods {
@@ -81,9 +81,9 @@ impl Leaks {
                     watched.pod = Some(Arc::clone(pod));
                 }
             }
-            return false;
+            return;
         }
-        let (mut suspects, mut ended) = (false, false);
+        let mut ended = false;
         let workloads = &mut self.workloads;
         self.pods.retain(|uid, watched| {
             let present = world.pods.get(uid).filter(|pod| pod.uid == watched.uid && !pod.facts.finished);
@@ -103,7 +103,6 @@ impl Leaks {
             let next = present.map(|pod| Life::of(&pod.facts)).unwrap_or_default();
             info!(pod = %watched.uid, ?known, restarted = present.is_some(), "a life of a pod ended");
             for series in &mut watched.series {
-                suspects |= series.finding.is_some();
                 series.end(known, next.is_young(&series.settings, wall), at, workloads);
             }
             ended = true;
@@ -116,7 +115,6 @@ impl Leaks {
                 series.detector.know(&workloads.profile(&series.workload, at));
             }
         }
-        suspects
     }
 }
 

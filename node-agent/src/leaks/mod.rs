@@ -17,7 +17,7 @@ use std::{
     sync::Arc,
 };
 
-use highwater_crds::{ByteSize, LeakMemory, Mode};
+use highwater_crds::{ByteSize, LeakMemory, Leaks as LeaksRule, Mode, PlanLeaks};
 use highwater_policy::{
     leak::{Detector, LeakMode, Numbers, Sample, Settings, Workload, capacity, one_rank},
     pod,
@@ -28,7 +28,7 @@ use tracing::warn;
 
 use self::{
     lives::Life,
-    series::{Of, Series},
+    series::{Of, Series, freshness},
     store::Store,
     workloads::Workloads,
 };
@@ -42,8 +42,6 @@ use crate::{
     world::{Pod, World},
 };
 
-/// What was read beside the loop counts for so many samples.
-const FRESH: u64 = 3;
 /// What a device, or the host, is called where no device is meant.
 const HOST_PRODUCT: &str = "host";
 
@@ -57,6 +55,8 @@ pub(crate) struct Leaks {
     /// When the next sample is due, on the agent's clock.
     due: Option<Millis>,
     store: Store,
+    /// What was told last of a rule that makes no sense.
+    fault: Option<String>,
     /// What is counted.
     pub(crate) counts: Counts,
 }
@@ -72,6 +72,15 @@ pub(crate) struct Counts {
     pub(crate) findings: BTreeMap<(&'static str, &'static str), u64>,
     /// Readings of frameworks' numbers by what came of them.
     pub(crate) scrapes: BTreeMap<&'static str, u64>,
+}
+
+/// By what a layer of the plan judges pods.
+#[derive(Debug)]
+struct Judged<'a> {
+    mode: Mode,
+    plan: &'a PlanLeaks,
+    settings: Arc<Settings>,
+    rule: Arc<LeaksRule>,
 }
 
 /// A pod that is watched.
@@ -99,6 +108,7 @@ impl Leaks {
             offset: found.clock,
             due: None,
             store,
+            fault: None,
             counts: Counts::default(),
         }
     }
@@ -109,7 +119,7 @@ impl Leaks {
     }
 
     /// Looks up anew whom which rule concerns. Lives of pods that ended, or whose containers were started
-    /// anew, end. Returns whether what is thought of some pod changed.
+    /// anew, end.
     pub(crate) fn rule(
         &mut self,
         devices: &[(Device, Rules)],
@@ -117,59 +127,66 @@ impl Leaks {
         release_namespace: &str,
         now: Millis,
         wall: Timestamp,
-    ) -> bool {
+    ) {
         let at = self.at(now);
-        let mut changed = false;
         for watched in self.pods.values_mut() {
             watched.series.iter_mut().for_each(|series| series.rule = None);
         }
         let mut ranks: HashMap<Arc<str>, u8> = HashMap::new();
         for (device, rules) in devices {
+            let judged: Vec<Option<Judged>> = rules.layers.iter().map(|layer| self.judged(layer)).collect();
             for tenant in &rules.tenants {
                 let rank = ranks.entry(Arc::clone(&tenant.pod.kubelet_uid)).or_default();
-                for layer in &rules.layers {
-                    let selected = layer.leaks.as_ref().is_some_and(|plan| {
-                        let of = &tenant.pod.facts.namespace;
-                        let facts = world.namespaces.get(of);
-                        pod::selects_namespace(plan.namespaces.as_ref(), of, facts, release_namespace)
-                    });
-                    if selected && !tenant.pod.facts.finished {
-                        self.watch(device, layer, tenant, *rank, (now, at, wall));
+                for judged in judged.iter().flatten().filter(|_| !tenant.pod.facts.finished) {
+                    let of = &tenant.pod.facts.namespace;
+                    let (facts, selector) = (world.namespaces.get(of), judged.plan.namespaces.as_ref());
+                    if pod::selects_namespace(selector, of, facts, release_namespace) {
+                        self.watch(device, judged, tenant, *rank, (now, at, wall));
                     }
                 }
                 *rank = rank.saturating_add(1);
             }
         }
-        changed |= self.live_on(world, at, wall);
+        self.live_on(world, at, wall);
         let due =
             self.pods.values().flat_map(|watched| &watched.series).filter(|series| series.rule.is_some());
         self.due = due.map(|series| series.due).min();
-        changed
+    }
+
+    /// By what a layer judges; `None` where it says nothing of leaks that makes sense.
+    fn judged<'a>(&mut self, layer: &'a Layer) -> Option<Judged<'a>> {
+        let plan = layer.leaks.as_ref()?;
+        match Settings::of(&plan.value) {
+            Ok(settings) => {
+                let (settings, rule) = (Arc::new(settings), Arc::new(plan.value.clone()));
+                Some(Judged { mode: layer.mode, plan, settings, rule })
+            }
+            Err(error) => {
+                // The API server and the operator refuse it; only an old plan can say it.
+                if self.fault.as_ref() != Some(&error) {
+                    let policy = &plan.policy;
+                    warn!(policy, error, "a rule on leaks makes no sense: nobody is watched by it");
+                    self.fault = Some(error);
+                }
+                None
+            }
+        }
     }
 
     /// A rule concerns a pod on a device.
     fn watch(
         &mut self,
         device: &Device,
-        layer: &Layer,
+        judged: &Judged<'_>,
         tenant: &Tenant,
         rank: u8,
         (now, at, wall): (Millis, Millis, Timestamp),
     ) {
-        let Some(plan) = &layer.leaks else { return };
-        let settings = match Settings::of(&plan.value) {
-            Ok(settings) => Arc::new(settings),
-            Err(error) => {
-                // The API server and the operator refuse it; only an old plan can say it.
-                warn!(policy = plan.policy, error, "a rule on leaks makes no sense: nobody is watched by it");
-                return;
-            }
-        };
+        let Judged { mode, settings, rule, .. } = judged;
         let pod = &tenant.pod;
         let watched = self.pods.entry(Arc::clone(&pod.kubelet_uid)).or_insert_with(|| Watched::new(pod));
-        let rule = Arc::new(plan.value.clone());
         for memory in [LeakMemory::Device, LeakMemory::Host] {
-            let of = Of { memory, mode: layer.mode, device: Arc::clone(&device.uuid) };
+            let of = Of { memory, mode: *mode, device: Arc::clone(&device.uuid) };
             let (product, rank) = match memory {
                 LeakMemory::Device => (device.info.product.as_str(), rank),
                 LeakMemory::Host => (HOST_PRODUCT, 0),
@@ -180,11 +197,11 @@ impl Leaks {
                 Some(series) if memory == LeakMemory::Host && series.rule.is_some() => continue,
                 Some(series) => series,
                 None => {
-                    let workload = Workload::of(&pod.facts, product, memory, rank, layer.mode);
+                    let workload = Workload::of(&pod.facts, product, memory, rank, *mode);
                     let profile = self.workloads.profile(&workload, at);
-                    let detector = Detector::with_profile(Arc::clone(&settings), profile);
-                    let mut series = Series::new(of.clone(), workload, Arc::clone(&settings), detector, at);
-                    series.whole = watched.life.is_young(&settings, wall);
+                    let detector = Detector::with_profile(Arc::clone(settings), profile);
+                    let mut series = Series::new(of.clone(), workload, Arc::clone(settings), detector, at);
+                    series.whole = watched.life.is_young(settings, wall);
                     series.known = series.whole;
                     series.due = now;
                     watched.series.push(series);
@@ -193,8 +210,8 @@ impl Leaks {
                 }
             };
             series.of.device = of.device;
-            series.set(&settings, at);
-            series.rule = Some(Arc::clone(&rule));
+            series.set(settings, at);
+            series.rule = Some(Arc::clone(rule));
         }
     }
 
@@ -214,7 +231,7 @@ impl Leaks {
             for series in watched.series.iter_mut().filter(|series| series.rule.is_some()) {
                 if now >= series.due {
                     let pace = series.settings.sample_milliseconds;
-                    let limit = pace.saturating_mul(FRESH);
+                    let limit = freshness(&series.settings);
                     let fresh = |read: &Millis| now.since(*read) <= limit;
                     let host = watched.host.as_ref().filter(|(_, read)| fresh(read)).map(|(host, _)| *host);
                     let framework = watched.framework.as_ref().filter(|(_, read)| fresh(read));

@@ -13,8 +13,15 @@ use tracing::info;
 use super::{Counts, workloads::Workloads};
 use crate::world::Pod;
 
-/// So many samples without a number, one after the other, and nothing is known.
-const BLIND_AFTER: u32 = 3;
+/// What a number counts for, in samples,
+const FRESH: u64 = 3;
+/// and in milliseconds; the longer counts.
+const FRESH_MILLISECONDS: u64 = 2_000;
+
+/// How long a number counts that was read by the pace of these settings, in milliseconds.
+pub(super) fn freshness(settings: &Settings) -> u64 {
+    settings.sample_milliseconds.saturating_mul(FRESH).max(FRESH_MILLISECONDS)
+}
 
 /// What tells a series from the others of its pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,8 +66,9 @@ pub(super) struct Series {
     pub used: Option<u64>,
     /// When it was last sampled, on the clock of the samples.
     pub sampled: Millis,
+    /// When it last had a number.
+    measured: Option<Millis>,
     renewed: Millis,
-    missing: u32,
 }
 
 impl Series {
@@ -86,8 +94,8 @@ impl Series {
             capacity: None,
             used: None,
             sampled: at,
+            measured: None,
             renewed: at,
-            missing: BLIND_AFTER,
         }
     }
 
@@ -99,7 +107,7 @@ impl Series {
             counts.missing += 1;
         }
         (self.used, self.sampled) = (sample.bytes, at);
-        self.missing = if sample.bytes.is_some() { 0 } else { self.missing.saturating_add(1) };
+        self.measured = sample.bytes.map_or(self.measured, |_| Some(at));
         let sample = Sample {
             capacity: sample.capacity.map(|next| capacity::in_steps(self.capacity, next)),
             ..*sample
@@ -134,8 +142,7 @@ impl Series {
 
     /// Goes on with what an earlier agent thought.
     pub(super) fn resume(&mut self, at: Millis, wall: Timestamp) {
-        self.renewed = at;
-        self.missing = 0;
+        (self.renewed, self.sampled, self.measured) = (at, at, Some(at));
         self.finding = self.detector.present(at).and_then(|finding| self.told(&finding, wall));
     }
 
@@ -170,12 +177,12 @@ impl Series {
         self.began = at;
         self.whole = whole;
         self.known = true;
-        self.missing = BLIND_AFTER;
+        self.measured = None;
     }
 
     /// Whether it is measured.
     pub(super) fn is_measured(&self) -> bool {
-        self.missing < BLIND_AFTER
+        self.measured.is_some_and(|measured| self.sampled.since(measured) <= freshness(&self.settings))
     }
 
     /// Whether enough was seen to say that it does not leak.

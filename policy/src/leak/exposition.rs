@@ -203,9 +203,9 @@ mod tests {
         ] {
             assert!(Numbers::read(text).is_empty(), "{text}");
         }
-        let many: String =
+        let many: Vec<String> =
             (0..99).map(|i| format!("highwater_framework_allocated_bytes{{device=\"{i}\"}} 1\n")).collect();
-        assert_eq!(Numbers::read(&many).allocated.named.len(), DEVICES);
+        assert_eq!(Numbers::read(&many.concat()).allocated.named.len(), DEVICES);
     }
 
     proptest! {
