@@ -271,7 +271,11 @@ fn the_policy_decides() {
     let file = policy("leaks: {horizon: 5}");
     let answer = bench.series(&text, &["--policy", file.to_str().unwrap()]);
     assert_eq!(answer.status, 2);
-    assert!(answer.err.contains("policy.yaml: spec.leaks.horizon is no field of a GpuMemoryPolicy"), "{}", answer.err);
+    assert!(
+        answer.err.contains("policy.yaml: spec.leaks.horizon is no field of a GpuMemoryPolicy"),
+        "{}",
+        answer.err
+    );
 }
 
 #[test]

@@ -1734,6 +1734,7 @@ mod tests {
                 bytes: None,
                 at: MicroTime(clock().1),
                 leak: None,
+                after_act: None,
                 act: None,
             }),
             decision: None,
@@ -1788,6 +1789,7 @@ mod tests {
                 bytes: None,
                 at: MicroTime(clock().1),
                 leak: None,
+                after_act: None,
                 act: None,
             };
             there.status = Some(GpuMemoryIncidentStatus { observation: Some(observation), decision: None });
@@ -2285,6 +2287,7 @@ mod tests {
             bytes: Some(0),
             at: MicroTime(clock().1),
             leak: None,
+            after_act: None,
             act: None,
         };
         incident.status = Some(GpuMemoryIncidentStatus { observation: Some(observation), decision: None });

@@ -167,6 +167,8 @@ struct Observing {
     /// The one that was answered last, and the one that is being answered.
     answered: Option<String>,
     answering: Option<String>,
+    /// The act that was heard of last, by the time at which it was accepted, and when it was.
+    act: Option<(Timestamp, Millis)>,
     attempt: Attempt,
     /// What its subject held when it last held something, and what nobody alive did then.
     held: Option<(u64, u64)>,
@@ -543,6 +545,7 @@ impl Episodes {
             };
             let stored = incident.status.as_ref().and_then(|status| status.observation.as_ref());
             let question = observing.question(incident, moment.present);
+            observing.hear_of_act(incident, moment.present);
             let last = Last {
                 state: observing.written.as_ref().or(stored).map_or(ObservationState::Over, |o| o.state),
                 age: moment.now.since(observing.said),
@@ -563,8 +566,14 @@ impl Episodes {
             if observing.attempt.ready(moment.now) {
                 observing.attempt.start();
                 observing.answering = observing.answered_by(moment.now);
-                let observation =
-                    Observation { state, bytes: bytes.map(signed), at: MicroTime(moment.wall), leak, act };
+                let observation = Observation {
+                    state,
+                    bytes: bytes.map(signed),
+                    at: MicroTime(moment.wall),
+                    after_act: observing.acted_before(moment.now).map(MicroTime),
+                    leak,
+                    act,
+                };
                 submit(Job::Observe(name.clone(), observation));
             }
         }
@@ -584,6 +593,7 @@ impl Observing {
             asked: None,
             answered: None,
             answering: None,
+            act: None,
             attempt: Attempt::default(),
             held: None,
         }
@@ -596,6 +606,20 @@ impl Observing {
             self.asked = question.clone().map(|text| (text, present));
         }
         question
+    }
+
+    /// Takes note of the act that was done because of an incident.
+    fn hear_of_act(&mut self, incident: &GpuMemoryIncident, present: Millis) {
+        let decision = incident.status.as_ref().and_then(|status| status.decision.as_ref());
+        let act = decision.and_then(|decision| decision.acted_at.as_ref()).map(|at| at.0);
+        if act != self.act.map(|(at, _)| at) {
+            self.act = act.map(|at| (at, present));
+        }
+    }
+
+    /// The act that was known of before a sample taken at `now`.
+    fn acted_before(&self, now: Millis) -> Option<Timestamp> {
+        self.act.filter(|(_, since)| now >= *since).map(|(at, _)| at)
     }
 
     /// The question that a sample taken at `now` answers. One that was taken before the question was

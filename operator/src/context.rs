@@ -1,6 +1,6 @@
 //! What every controller shares.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc};
 
 use highwater_crds::{
     DecisionState, GpuMemoryIncident, GpuMemoryNode, GpuMemoryNodeSpec, GpuMemoryPolicy, names,
@@ -319,7 +319,7 @@ impl Context {
         }
         match error {
             Error::NotLeader => Again::OnChange,
-            _ => Again::Backoff(Duration::ZERO),
+            _ => Again::Backoff(error.leaves_alone().unwrap_or_default()),
         }
     }
 }

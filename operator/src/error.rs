@@ -1,5 +1,7 @@
 //! What can go wrong while reconciling.
 
+use std::time::Duration;
+
 use highwater_policy::budget::LedgerError;
 
 #[derive(Debug, thiserror::Error)]
@@ -43,6 +45,14 @@ impl Error {
         }
     }
 
+    /// How long the API server is left alone after it said that it has no time for this.
+    pub(crate) fn leaves_alone(&self) -> Option<Duration> {
+        let Self::Api { source, .. } = self else { return None };
+        let kube::Error::Api(status) = source.as_ref() else { return None };
+        let seconds = status.details.as_ref().map_or(0, |details| details.retry_after_seconds);
+        (status.code == 429).then(|| Duration::from_secs(seconds.clamp(1, 60).into()))
+    }
+
     /// Part of ordinary life: nothing is wrong.
     pub(crate) fn is_ordinary(&self) -> bool {
         matches!(self, Self::Overtaken | Self::NotLeader | Self::Uninstalling)
@@ -66,8 +76,32 @@ pub(crate) async fn call<T>(
     what: &'static str,
     request: impl Future<Output = kube::Result<T>> + Send,
 ) -> Result<T, Error> {
-    match tokio::time::timeout(std::time::Duration::from_secs(CALL_SECONDS), request).await {
+    match tokio::time::timeout(Duration::from_secs(CALL_SECONDS), request).await {
         Ok(answer) => answer.map_err(|source| Error::Api { what, source: Box::new(source) }),
         Err(_) => Err(Error::Timeout { what, seconds: CALL_SECONDS }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::core::Status;
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_server_that_has_no_time_is_left_alone_for_as_long_as_it_asks() {
+        let answered = |code: u16, seconds: Option<u32>| {
+            let status: Status = serde_json::from_value(json!({"code": code, "message": "",
+                "details": seconds.map(|s| json!({"retryAfterSeconds": s}))}))
+            .unwrap();
+            let source = Box::new(kube::Error::Api(Box::new(status)));
+            Error::Api { what: "read", source }.leaves_alone().map(|wait| wait.as_secs())
+        };
+        assert_eq!(answered(429, Some(7)), Some(7));
+        assert_eq!(answered(429, None), Some(1), "of a queue that is full there is no more than the code");
+        assert_eq!(answered(429, Some(86_400)), Some(60));
+        assert_eq!(answered(500, Some(7)), None);
+        assert_eq!(Error::Overtaken.leaves_alone(), None);
     }
 }

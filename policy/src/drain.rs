@@ -24,8 +24,9 @@ use k8s_openapi::api::core::v1::{Container, Pod as ApiPod};
 use crate::{
     pod::PodFacts,
     remediation::{
-        AGENT_GONE, BUDGET_EXHAUSTED, DISRUPTION_BUDGET, FLEET_HALTED, FRESH, Refusal, VERIFY_WITHIN,
-        Verdict, asked_lately, is_fresh, out_of_budget, stale, verdict,
+        self, AGENT_GONE, Awaited, BUDGET_EXHAUSTED, DISRUPTION_BUDGET, FLEET_HALTED, FRESH, Refusal,
+        VERIFY_WITHIN, Verdict, acted, asked_lately, is_ahead, is_fresh, out_of_budget, seen_since, set_back,
+        stale, verdict,
     },
 };
 
@@ -303,7 +304,7 @@ fn before(view: &View<'_>, now: Timestamp) -> Step {
     if view.asks == Asks::Deleted {
         return end(Cancelled, "PolicyDeleted", format!("policy {policy} was deleted"));
     }
-    if is_back(view, None) {
+    if view.observation.is_some_and(remediation::is_back) {
         return end(Cancelled, "Recovered", "memory was back before anything was done");
     }
     let zombie = spec.kind == IncidentKind::ZombieMemory;
@@ -379,6 +380,9 @@ fn under_way(view: &View<'_>, decision: &Decision, now: Timestamp) -> Step {
         // Set just before its leader died: record it.
         return Step::Begin;
     };
+    if let Some(verdict) = set_back(decision, now) {
+        return Step::Record(verdict, Some(LOOK_AGAIN));
+    }
     let timeout = match view.asks {
         Asks::Deleted => {
             let message = format!("policy {policy} was deleted: the cordon is taken back");
@@ -392,7 +396,7 @@ fn under_way(view: &View<'_>, decision: &Decision, now: Timestamp) -> Step {
         Asks::Drain { timeout_minutes } => Some(SignedDuration::from_mins(timeout_minutes.into())),
     };
     let moving = Moving::of(view, Some(since));
-    if is_back(view, Some(since)) {
+    if seen_since(decision, view.observation).is_some_and(remediation::is_back) {
         if view.evicting || moving.any_going() {
             let message = "memory is back: no further pod is evicted";
             return Step::Record(verdict(Verifying, "MemoryBack", message), None);
@@ -440,15 +444,16 @@ fn verify(view: &View<'_>, decision: &Decision, now: Timestamp) -> Step {
     use DecisionState::{Failed, Succeeded};
 
     let spec = view.spec;
-    let acted = decision.acted_at.as_ref().unwrap_or(&decision.since).0;
+    let since = acted(decision);
     match view.cordon {
         None => return end(Failed, "NodeGone", format!("node {} is gone", spec.node)),
         Some(Cordon::Own) => {}
         Some(_) => return end(Failed, "Uncordoned", uncordoned(spec)),
     }
-    let moving = Moving::of(view, Some(acted));
-    if is_back(view, Some(acted)) && !moving.any_going() {
-        let took = now.duration_since(acted).as_secs();
+    let moving = Moving::of(view, Some(since));
+    let back = seen_since(decision, view.observation).is_some_and(remediation::is_back);
+    if back && !moving.any_going() {
+        let took = now.duration_since(since).as_secs();
         let message = format!("memory is back, {took} s after the cordon, which is taken back");
         return end(Succeeded, "MemoryReturned", message);
     }
@@ -456,22 +461,22 @@ fn verify(view: &View<'_>, decision: &Decision, now: Timestamp) -> Step {
         Asks::Drain { timeout_minutes } => SignedDuration::from_mins(timeout_minutes.into()),
         _ => SignedDuration::ZERO,
     };
-    let waited = now.duration_since(decision.since.0);
-    let left = (timeout - now.duration_since(acted)).max(VERIFY_WITHIN - waited);
-    if left.is_positive() {
-        return Step::Rest(Some(left));
+    let last = if is_ahead(decision.since.0, now) { since } else { decision.since.0 };
+    let waited = now.duration_since(last);
+    let awaited = Awaited {
+        node: &spec.node,
+        decision,
+        observation: view.observation,
+        asked: view.asked,
+        agent_alone: !moving.any_going(),
+        left: (timeout - now.duration_since(since)).max(VERIFY_WITHIN - waited),
+    };
+    if let Some(step) = awaited.step(now) {
+        return step;
     }
     let what = if moving.any_going() { moving.left() } else { "the memory is not back".to_owned() };
     let message = format!("{what}, {} s after the last eviction; the cordon is taken back", waited.as_secs());
     end(Failed, "MemoryNotReturned", message)
-}
-
-/// Whether the agent has seen the memory back, after this time or after the evidence.
-fn is_back(view: &View<'_>, since: Option<Timestamp>) -> bool {
-    let since = since.unwrap_or(view.spec.evidence.at.0);
-    view.observation.is_some_and(|o| {
-        o.at.0 >= since && matches!(o.state, ObservationState::Recovered | ObservationState::Gone)
-    })
 }
 
 /// What stops the next step, if anything.
@@ -633,3 +638,5 @@ fn reset_requested(spec: &GpuMemoryIncidentSpec) -> String {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod world_tests;

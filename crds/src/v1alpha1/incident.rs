@@ -239,12 +239,16 @@ pub struct Observation {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<i64>,
 
-    /// When this was measured.
+    /// When this was measured, by the node's clock.
     pub at: MicroTime,
 
     /// What is known of the leak now. An act is due where its stage says so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leak: Option<LeakFinding>,
+    /// The `actedAt` of the decision that the agent knew of when it measured this. It tells what was
+    /// seen after the act, whatever the clocks of the two machines say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub after_act: Option<MicroTime>,
 
     /// What became of an act that the agent carries out once it is approved (`Unready`, `Park`, a
     /// restart in place). Absent: nothing was begun.

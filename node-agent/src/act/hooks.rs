@@ -12,7 +12,10 @@ use std::{
 };
 
 use highwater_crds::HookAction;
-use highwater_policy::{pod::Hook, time::Millis};
+use highwater_policy::{
+    pod::{Hook, PodFacts},
+    time::Millis,
+};
 use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
 
@@ -70,6 +73,7 @@ impl Hooks {
     pub(crate) fn ask(
         &mut self,
         foot: &Foot,
+        pods: &Pods,
         pod: &Arc<Pod>,
         (device, held): (&Arc<str>, u64),
         limit: Duration,
@@ -79,7 +83,7 @@ impl Hooks {
         if self.asking.contains_key(uid) || self.waking.contains_key(uid) {
             return Err("it is being asked already".to_owned());
         }
-        let call = call(pod, hook, device, hook.preset.path(), limit, false)?;
+        let call = call(pods, pod, hook, (device, hook.preset.path()), limit, false)?;
         if hook.preset.way_back().is_some() {
             let device = device.to_string();
             // Of one that sleeps already what it held before counts.
@@ -116,7 +120,8 @@ impl Hooks {
             let limit = Duration::from_millis(
                 u64::try_from(HookAction::DEFAULT_TIMEOUT_MILLISECONDS).unwrap_or(0).saturating_mul(15),
             );
-            if let Ok(call) = call(pod, hook, &device.as_str().into(), path.to_owned(), limit, true) {
+            let asked = (&device.as_str().into(), path.to_owned());
+            if let Ok(call) = call(pods, pod, hook, asked, limit, true) {
                 attempt.start();
                 calls.push(call);
             }
@@ -202,10 +207,10 @@ impl Hooks {
 
 /// A call to the pod that is known by its UID, at the address that it has now.
 fn call(
+    pods: &Pods,
     pod: &Arc<Pod>,
     hook: &Hook,
-    device: &Arc<str>,
-    path: String,
+    (device, path): (&Arc<str>, String),
     limit: Duration,
     undo: bool,
 ) -> Result<Call, String> {
@@ -214,6 +219,13 @@ fn call(
         return Err("the pod is ending".to_owned());
     }
     let address = pod.facts.pod_ip.ok_or_else(|| "the pod has no address of its own".to_owned())?;
+    // Its sandbox died, and its address was given to the next pod before its status says so.
+    if let Some(other) = pods.values().find(|other| {
+        other.kubelet_uid != pod.kubelet_uid && !other.facts.finished && other.facts.pod_ip == Some(address)
+    }) {
+        let PodFacts { namespace, name, .. } = &other.facts;
+        return Err(format!("its address {address} is also that of pod {namespace}/{name}"));
+    }
     Ok(Call {
         pod: Arc::clone(&pod.kubelet_uid),
         device: Arc::clone(device),
@@ -230,7 +242,7 @@ mod tests {
     use std::net::Ipv4Addr;
 
     use highwater_crds::{BreakerScope, Mode};
-    use highwater_policy::pod::{HookPreset, PodFacts};
+    use highwater_policy::pod::HookPreset;
 
     use super::*;
     use crate::{act::hook::Failure, ladder::At};
@@ -260,9 +272,12 @@ mod tests {
         let state = tempfile::tempdir().unwrap();
         let pods: Pods = [("a".into(), pod())].into();
         let mut hooks = Hooks::open(state.path());
-        let call = hooks.ask(&foot(), &pod(), (&"GPU-0".into(), 9), Duration::from_secs(1)).unwrap();
+        let call = hooks.ask(&foot(), &pods, &pod(), (&"GPU-0".into(), 9), Duration::from_secs(1)).unwrap();
         assert_eq!((call.path.as_str(), call.port), ("/sleep?level=1", 8000));
-        assert!(hooks.ask(&foot(), &pod(), (&"GPU-0".into(), 9), Duration::from_secs(1)).is_err(), "once");
+        assert!(
+            hooks.ask(&foot(), &pods, &pod(), (&"GPU-0".into(), 9), Duration::from_secs(1)).is_err(),
+            "once"
+        );
         // It ends before it hears what came of it.
         let mut hooks = Hooks::open(state.path());
         assert!(hooks.wake(&pods, |_, _, _| false, Millis(0)).is_empty());
@@ -298,8 +313,36 @@ mod tests {
                 first_seen: Millis(0),
                 host_oom_kills: 0,
             });
-            assert!(hooks.ask(&foot(), &pod, (&"GPU-0".into(), 9), Duration::from_secs(1)).is_err());
+            assert!(
+                hooks
+                    .ask(&foot(), &Pods::default(), &pod, (&"GPU-0".into(), 9), Duration::from_secs(1))
+                    .is_err()
+            );
         }
         assert!(hooks.asleep.is_empty());
+    }
+    #[test]
+    fn an_address_that_another_pod_has_by_now_is_not_called() {
+        let state = tempfile::tempdir().unwrap();
+        let mut hooks = Hooks::open(state.path());
+        let named = |uid: &str, finished: bool| {
+            let facts = PodFacts { name: uid.into(), finished, ..pod().facts.clone() };
+            let (uid, kubelet_uid): (Arc<str>, Arc<str>) = (uid.into(), uid.into());
+            (
+                Arc::clone(&uid),
+                Arc::new(Pod { facts, uid, kubelet_uid, first_seen: Millis(0), host_oom_kills: 0 }),
+            )
+        };
+        let held = (&"GPU-0".into(), 9);
+        let reused: Pods = [named("a", false), named("b", false)].into();
+        let refused = hooks.ask(&foot(), &reused, &reused["a"], held, Duration::from_secs(1)).unwrap_err();
+        assert!(refused.contains("pod /b"), "{refused}");
+        assert!(hooks.asleep.is_empty(), "nobody was put to sleep");
+        let finished: Pods = [named("a", false), named("b", true)].into();
+        assert!(hooks.ask(&foot(), &finished, &finished["a"], held, Duration::from_secs(1)).is_ok());
+        // It sleeps, and is not looked for at somebody else's address.
+        let mut later = Hooks::open(state.path());
+        assert!(later.wake(&reused, |_, _, _| true, Millis(0)).is_empty());
+        assert_eq!(later.wake(&finished, |_, _, _| true, Millis(0)).len(), 1);
     }
 }

@@ -57,7 +57,7 @@ impl Engine {
         for local in self.episodes.locals() {
             match local {
                 Local::Hook { foot, pod, device, held, limit, why } => {
-                    match self.hooks.ask(&foot, &pod, (&device, held), limit) {
+                    match self.hooks.ask(&foot, &self.world.pods, &pod, (&device, held), limit) {
                         Ok(call) => {
                             info!(
                                 pod = pod.facts.name,

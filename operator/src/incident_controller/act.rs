@@ -41,12 +41,14 @@ pub(crate) async fn allow(ctx: &Context, scene: &mut Scene) -> Result<Again, Err
         return Ok(AT_ONCE);
     }
     // The claim stays until the act is over, or waits again.
-    match reserve(ctx, scene).await {
-        Ok(true) => Ok(Again::After(BEGIN_WITHIN)),
-        refused => {
-            ctx.claims.release(&key);
-            refused.map(|_| Again::Backoff(AFTER_REFUSAL))
-        }
+    let refused = match reserve(ctx, scene, Step::Allow).await {
+        Ok(true) => return Ok(Again::After(BEGIN_WITHIN)),
+        refused => refused,
+    };
+    ctx.claims.release(&key);
+    match refused {
+        Err(Error::Overtaken) => Ok(AT_ONCE),
+        refused => refused.map(|_| Again::Backoff(AFTER_REFUSAL)),
     }
 }
 
@@ -99,20 +101,24 @@ pub(crate) async fn act(ctx: &Context, scene: &mut Scene) -> Result<Again, Error
 
 /// None where the budgets refuse.
 async fn reserve_and_evict(ctx: &Context, scene: &mut Scene) -> Result<Option<Eviction>, Error> {
-    if !reserve(ctx, scene).await? {
+    if !reserve(ctx, scene, Step::Act).await? {
         return Ok(None);
     }
-    // A pause, another policy or another act may have come while the token was reserved.
-    scene.look_again(ctx)?;
-    if decide(&scene.view(), Timestamp::now()) != Step::Act {
-        return Err(Error::Overtaken);
-    }
+    still(ctx, scene, &Step::Act)?;
     ctx.leader.check()?;
     Ok(Some(evict(ctx, scene, Run::Real).await))
 }
 
-/// Reserves a token and records `Approved`. False where the budgets refuse, which is recorded too.
-async fn reserve(ctx: &Context, scene: &mut Scene) -> Result<bool, Error> {
+/// Whether it is still the step to take: a pause, another policy or another act may have come
+/// meanwhile.
+fn still(ctx: &Context, scene: &mut Scene, step: &Step) -> Result<(), Error> {
+    scene.look_again(ctx)?;
+    if decide(&scene.view(), Timestamp::now()) == *step { Ok(()) } else { Err(Error::Overtaken) }
+}
+
+/// Reserves a token and records `Approved`, if `step` is still the one to take. False where the
+/// budgets refuse, which is recorded too.
+async fn reserve(ctx: &Context, scene: &mut Scene, step: Step) -> Result<bool, Error> {
     let workload = scene.workload_name();
     let budgets = match budget::reserve(ctx, scene).await? {
         Ok(said) => said,
@@ -123,6 +129,7 @@ async fn reserve(ctx: &Context, scene: &mut Scene) -> Result<bool, Error> {
             return Ok(false);
         }
     };
+    still(ctx, scene, &step)?;
     let verdict = approved(&scene.incident.spec);
     record(ctx, scene, verdict, Particulars { workload, budgets, ..Particulars::default() }).await?;
     Ok(true)

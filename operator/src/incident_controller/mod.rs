@@ -95,8 +95,11 @@ async fn reconcile(ctx: &Context, key: &Key) -> Result<Again, Error> {
             Ok(after(wait))
         }
         Step::Observe(verdict) => {
+            let under_way = verdict.state == DecisionState::Verifying;
             let again = act::observe(ctx, &mut scene, verdict).await?;
-            ctx.claims.release(key);
+            if !under_way {
+                ctx.claims.release(key);
+            }
             Ok(again)
         }
         Step::Rehearse => act::rehearse(ctx, &mut scene).await,

@@ -1,21 +1,17 @@
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
-use proptest::{collection::vec, prelude::*};
 use serde_json::json;
 
 use super::*;
-use crate::{
-    pod::Owner,
-    remediation::{Particulars, approved, may_follow, record},
-};
+use crate::pod::Owner;
 
 const TIMEOUT_MINUTES: i32 = 15;
 
-fn at(second: i64) -> Timestamp {
+pub(super) fn at(second: i64) -> Timestamp {
     Timestamp::from_second(second).unwrap()
 }
 
 /// Evidence of second 100.
-fn spec(kind: &str, mode: &str) -> GpuMemoryIncidentSpec {
+pub(super) fn spec(kind: &str, mode: &str) -> GpuMemoryIncidentSpec {
     serde_json::from_value(json!({
         "kind": kind, "mode": mode, "policy": "serving", "node": "n1", "device": "GPU-1", "episode": 1,
         "evidence": {"at": "1970-01-01T00:01:40.000000Z"},
@@ -24,7 +20,7 @@ fn spec(kind: &str, mode: &str) -> GpuMemoryIncidentSpec {
     .unwrap()
 }
 
-fn observation(state: &str, second: i64) -> Observation {
+pub(super) fn observation(state: &str, second: i64) -> Observation {
     let at = format!("{:.6}", at(second));
     serde_json::from_value(json!({"state": state, "at": at})).unwrap()
 }
@@ -42,7 +38,7 @@ fn decision(state: DecisionState, acted: Option<i64>) -> Decision {
     }
 }
 
-fn pod(name: &str, workload: &str, priority: i32) -> Pod {
+pub(super) fn pod(name: &str, workload: &str, priority: i32) -> Pod {
     Pod {
         namespace: "team".into(),
         name: name.into(),
@@ -55,7 +51,7 @@ fn pod(name: &str, workload: &str, priority: i32) -> Pod {
 }
 
 /// A view in which everything speaks for the drain.
-fn view<'a>(spec: &'a GpuMemoryIncidentSpec, pods: &'a [Pod], targets: &'a [String]) -> View<'a> {
+pub(super) fn view<'a>(spec: &'a GpuMemoryIncidentSpec, pods: &'a [Pod], targets: &'a [String]) -> View<'a> {
     View {
         spec,
         decision: None,
@@ -81,7 +77,7 @@ fn outcome(view: &View<'_>, second: i64) -> String {
     }
 }
 
-fn targets() -> Vec<String> {
+pub(super) fn targets() -> Vec<String> {
     vec!["n2".into()]
 }
 
@@ -304,7 +300,31 @@ fn a_drain_has_helped_when_the_pods_are_gone_and_the_memory_is_back() {
     assert_eq!(outcome(&View { pods: &[], ..base.clone() }, 151), "Succeeded/MemoryReturned");
     let still = View { pods: &[], observation: Some(&over), ..base };
     assert!(outcome(&still, 1000).starts_with("Rest"));
-    assert_eq!(outcome(&still, 1001), "Failed/MemoryNotReturned");
+    assert_eq!(outcome(&still, 1001), "Verifying/AwaitingObservation", "a last look");
+    let (asked, over) = (Some(at(1001)), observation("Over", 1002));
+    assert_eq!(outcome(&View { asked, observation: Some(&over), ..still }, 1003), "Failed/MemoryNotReturned");
+}
+
+#[test]
+fn a_cordon_of_the_future_counts_anew() {
+    let (spec, pods, targets) = (spec("Breaker", "Enforce"), [pod("a", "Deployment/a", 0)], targets());
+    for state in [DecisionState::Approved, DecisionState::Verifying] {
+        let ahead = decision(state, Some(7200));
+        let cordon = Some(Cordon::Own);
+        let view = View { decision: Some(&ahead), cordon, ..view(&spec, &pods, &targets) };
+        assert_eq!(outcome(&view, 150), format!("{state:?}/ClockSetBack"));
+    }
+}
+
+#[test]
+fn memory_is_seen_back_by_a_node_whose_clock_is_behind() {
+    let (spec, targets) = (spec("Breaker", "Enforce"), targets());
+    let verifying = decision(DecisionState::Verifying, Some(101));
+    let mut back = observation("Recovered", 101 - 3600);
+    back.after_act.clone_from(&verifying.acted_at);
+    let (cordon, observation) = (Some(Cordon::Own), Some(&back));
+    let view = View { decision: Some(&verifying), cordon, observation, ..view(&spec, &[], &targets) };
+    assert_eq!(outcome(&view, 150), "Succeeded/MemoryReturned");
 }
 
 #[test]
@@ -387,238 +407,4 @@ fn a_pod_uses_a_gpu_by_a_limit_or_a_claim() {
     assert!(!uses_gpu(&pod(plain.clone(), json!([]))));
     assert!(uses_gpu(&pod(gpu, json!([]))) && uses_gpu(&pod(mig, json!([]))));
     assert!(uses_gpu(&pod(plain, json!([{"name": "gpu", "resourceClaimName": "g"}]))));
-}
-
-/// A cluster with one node, three pods of two workloads, and two operators.
-#[derive(Clone, Debug)]
-#[allow(clippy::struct_excessive_bools)] // independent facts
-struct World {
-    now: i64,
-    decision: Option<Decision>,
-    seen: i64,
-    over: bool,
-    /// Whether the incident was deleted.
-    deleted: bool,
-    unschedulable: bool,
-    annotation: Option<String>,
-    /// Somebody lifted our cordon.
-    lifted: bool,
-    /// resourceVersion of each pod and whether it is ending; None: gone.
-    pods: Vec<Option<(i64, bool)>>,
-    tokens: Vec<bool>,
-    evictions: Vec<usize>,
-    paused: bool,
-}
-
-/// An operator between two of its calls.
-#[derive(Clone, Debug)]
-enum Leader {
-    Idle,
-    Reserved(Option<Decision>),
-    Approved,
-    Cordoned,
-    Evicting { pod: usize, version: i64 },
-}
-
-const NODE_TOKEN: usize = 3;
-
-impl World {
-    fn new() -> Self {
-        Self {
-            now: 100,
-            decision: None,
-            seen: 100,
-            over: true,
-            deleted: false,
-            unschedulable: false,
-            annotation: None,
-            lifted: false,
-            pods: vec![Some((1, false)); 3],
-            tokens: vec![false; 4],
-            evictions: vec![0; 3],
-            paused: false,
-        }
-    }
-
-    fn state(&self) -> Option<DecisionState> {
-        self.decision.as_ref().map(|d| d.state)
-    }
-
-    fn write(&mut self, cached: Option<&Decision>, verdict: &Verdict, acted: bool) -> bool {
-        if self.deleted {
-            return false;
-        }
-        let particulars = Particulars { acted_at: acted.then(|| at(self.now)), ..Particulars::default() };
-        let Some(new) = record(cached, verdict, particulars, at(self.now)) else { return true };
-        if !may_follow(self.state(), new.state) {
-            return false;
-        }
-        self.decision = Some(new);
-        true
-    }
-
-    fn look(&self, spec: &GpuMemoryIncidentSpec, cached: Option<&Decision>) -> Step {
-        let own = mark("hw", "i", "u");
-        let seen = observation(if self.over { "Over" } else { "Recovered" }, self.seen);
-        let named = [("a-1", "Deployment/a"), ("a-2", "Deployment/a"), ("b-1", "Deployment/b")];
-        let there = |(index, (name, workload)): (usize, &(&str, &str))| {
-            let (_, going) = self.pods[index]?;
-            Some(Pod { going, uid: index.to_string(), ..pod(name, workload, 0) })
-        };
-        let pods: Vec<Pod> = named.iter().enumerate().filter_map(there).collect();
-        let targets = targets();
-        let view = View {
-            decision: cached,
-            observation: Some(&seen),
-            cordon: Some(cordon(self.unschedulable, self.annotation.as_deref(), &own)),
-            evicting: self.tokens[..3].contains(&true),
-            paused: self.paused.then(|| "node n1".to_owned()),
-            ..view(spec, &pods, &targets)
-        };
-        match decide(&view, at(self.now)) {
-            Step::Evict(index) => Step::Evict(pods[index].uid.parse().unwrap()),
-            step => step,
-        }
-    }
-
-    fn advance(&mut self, spec: &GpuMemoryIncidentSpec, leader: Leader, stale: Option<Decision>) -> Leader {
-        if self.deleted {
-            return Leader::Idle;
-        }
-        match leader {
-            Leader::Idle => match self.look(spec, stale.as_ref()) {
-                Step::Begin => {
-                    self.tokens[NODE_TOKEN] = true;
-                    Leader::Reserved(stale)
-                }
-                Step::Evict(pod) => {
-                    self.tokens[pod] = true;
-                    Leader::Evicting { pod, version: self.pods[pod].unwrap().0 }
-                }
-                Step::Record(verdict, _) | Step::Observe(verdict) => {
-                    self.write(stale.as_ref(), &verdict, false);
-                    Leader::Idle
-                }
-                Step::Rest(_) => Leader::Idle,
-            },
-            Leader::Reserved(cached) => {
-                if self.write(cached.as_ref(), &approved(spec), false) {
-                    Leader::Approved
-                } else {
-                    Leader::Idle
-                }
-            }
-            // What was decided is looked at again between the approval and the cordon.
-            Leader::Approved if self.look(spec, self.decision.as_ref()) != Step::Begin => Leader::Idle,
-            Leader::Approved => {
-                let own = mark("hw", "i", "u");
-                match cordon(self.unschedulable, self.annotation.as_deref(), &own) {
-                    // One patch, with the version of the node that was read.
-                    Cordon::Open => {
-                        (self.unschedulable, self.annotation) = (true, Some(own));
-                        Leader::Cordoned
-                    }
-                    Cordon::Own => Leader::Cordoned,
-                    Cordon::Others | Cordon::Lifted => Leader::Idle,
-                }
-            }
-            Leader::Cordoned => {
-                let cached = self.decision.clone();
-                self.write(cached.as_ref(), &approved(spec), true);
-                Leader::Idle
-            }
-            Leader::Evicting { pod, version } => {
-                // The node is read again just before.
-                let own = mark("hw", "i", "u");
-                let cordoned = cordon(self.unschedulable, self.annotation.as_deref(), &own) == Cordon::Own;
-                let open = self.state() == Some(DecisionState::Approved);
-                match &mut self.pods[pod] {
-                    Some((current, ending)) if *current == version && cordoned && open && !self.paused => {
-                        assert!(self.tokens[pod] && self.tokens[NODE_TOKEN], "acted without a token");
-                        assert!(!self.lifted, "evicted from a node that somebody uncordoned");
-                        (*current, *ending) = (version + 1, true);
-                        self.evictions[pod] += 1;
-                    }
-                    _ => {}
-                }
-                Leader::Idle
-            }
-        }
-    }
-
-    /// What the operator does beside its incidents: it undoes a cordon with nothing behind it.
-    fn sweep(&mut self) {
-        let mut incident = GpuMemoryIncident::new("i", spec("Breaker", "Enforce"));
-        incident.metadata.uid = Some("u".into());
-        incident.status = Some(highwater_crds::GpuMemoryIncidentStatus {
-            observation: None,
-            decision: self.decision.clone(),
-        });
-        let found = (!self.deleted).then_some(&incident);
-        if self.annotation.as_deref().is_some_and(|a| is_orphaned(a, found)) {
-            self.annotation = None;
-            if !self.lifted {
-                self.unschedulable = false;
-            }
-        }
-    }
-}
-
-proptest! {
-    /// Whatever operators, people and crashes do in whatever order: no pod is evicted twice, none
-    /// without a token and our cordon, what ended never changes, and when all is over our cordon is
-    /// gone - and a cordon by hand is not.
-    #[test]
-    fn a_drain_leaves_nothing_behind_whoever_dies_when(events in vec((0..16u8, 0..2usize), 1..160)) {
-        let spec = spec("Breaker", "Enforce");
-        let mut world = World::new();
-        let mut leaders = [Leader::Idle, Leader::Idle];
-        let mut caches: [Option<Decision>; 2] = [None, None];
-        let mut by_hand = false;
-        for (event, who) in events {
-            let ended = world.state().filter(|s| s.is_final());
-            match event {
-                0 => world.now += 3,
-                1 => world.seen = world.now,
-                2 => leaders[who] = Leader::Idle, // SIGKILL
-                3 => caches[who] = world.decision.clone(),
-                4 => for pod in &mut world.pods {
-                    if pod.is_some_and(|(_, ending)| ending) { *pod = None; }
-                },
-                5 => world.over = world.pods.iter().any(Option::is_some) && !world.over,
-                6 => world.paused = !world.paused,
-                7 if who == 0 && world.unschedulable => {
-                    world.lifted = world.annotation.is_some();
-                    (world.unschedulable, by_hand) = (false, false);
-                }
-                7 if world.annotation.is_none() => (world.unschedulable, by_hand) = (true, true),
-                8 if who == 0 => world.deleted = true,
-                9 => world.now += 400,
-                10 => world.sweep(),
-                _ => {
-                    let leader = std::mem::replace(&mut leaders[who], Leader::Idle);
-                    leaders[who] = world.advance(&spec, leader, caches[who].clone());
-                }
-            }
-            prop_assert!(world.evictions.iter().all(|n| *n <= 1), "evicted twice: {world:?}");
-            prop_assert!(ended.is_none() || world.state() == ended);
-            prop_assert!(!by_hand || world.unschedulable, "a cordon by hand is not ours to undo");
-        }
-        // Time passes, one operator is left, and nobody interferes any more.
-        world.paused = false;
-        for _ in 0..40 {
-            world.now += 60;
-            world.seen = world.now;
-            for pod in &mut world.pods {
-                if pod.is_some_and(|(_, ending)| ending) { *pod = None; }
-            }
-            let cached = world.decision.clone();
-            let mut leader = world.advance(&spec, Leader::Idle, cached);
-            for _ in 0..4 { leader = world.advance(&spec, leader, world.decision.clone()); }
-            world.sweep();
-        }
-        prop_assert!(world.deleted || by_hand || world.state().is_some_and(DecisionState::is_final), "{world:?}");
-        prop_assert!(world.annotation.is_none(), "left behind: {world:?}");
-        prop_assert_eq!(world.unschedulable, by_hand, "{:?}", world);
-    }
 }

@@ -8,7 +8,7 @@ mod room;
 
 use highwater_policy::{
     drain::{NO_TARGET, Step, decide},
-    remediation::{BUDGET_EXHAUSTED, Particulars, Verdict},
+    remediation::{BUDGET_EXHAUSTED, CLOCK_SET_BACK, Particulars, Verdict},
 };
 use jiff::Timestamp;
 
@@ -28,10 +28,12 @@ pub(super) async fn reconcile(ctx: &Context, key: &Key) -> Result<Again, Error> 
         ctx.written.forget(key);
         return Ok(Again::OnChange);
     };
-    match decide(&scene.view(), Timestamp::now()) {
+    let now = Timestamp::now();
+    match decide(&scene.view(), now) {
         Step::Rest(wait) => Ok(after(wait)),
         Step::Record(verdict, wait) => {
-            write(ctx, &mut scene, &verdict, Particulars::default()).await?;
+            let acted_at = (verdict.reason == CLOCK_SET_BACK).then_some(now);
+            write(ctx, &mut scene, &verdict, Particulars { acted_at, ..Particulars::default() }).await?;
             ctx.claims.release(key);
             Ok(after(wait))
         }
