@@ -24,7 +24,7 @@ use k8s_openapi::api::core::v1::{Container, Pod as ApiPod};
 use crate::{
     pod::PodFacts,
     remediation::{
-        self, AGENT_GONE, Awaited, BUDGET_EXHAUSTED, DISRUPTION_BUDGET, FLEET_HALTED, FRESH, Refusal,
+        self, AGENT_GONE, Awaited, BUDGET_EXHAUSTED, DISRUPTION_BUDGET, FLEET_HALTED, FRESH, Next, Refusal,
         VERIFY_WITHIN, Verdict, acted, asked_lately, is_ahead, is_fresh, out_of_budget, seen_since, set_back,
         stale, verdict,
     },
@@ -471,8 +471,12 @@ fn verify(view: &View<'_>, decision: &Decision, now: Timestamp) -> Step {
         agent_alone: !moving.any_going(),
         left: (timeout - now.duration_since(since)).max(VERIFY_WITHIN - waited),
     };
-    if let Some(step) = awaited.step(now) {
-        return step;
+    if let Some(next) = awaited.step(now) {
+        return match next {
+            Next::Rest(wait) => Step::Rest(Some(wait)),
+            Next::Record(verdict) => Step::Record(verdict, Some(LOOK_AGAIN)),
+            Next::Observe(verdict) => Step::Observe(verdict),
+        };
     }
     let what = if moving.any_going() { moving.left() } else { "the memory is not back".to_owned() };
     let message = format!("{what}, {} s after the last eviction; the cordon is taken back", waited.as_secs());

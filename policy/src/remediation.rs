@@ -26,7 +26,7 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 
 pub use self::verify::CLOCK_SET_BACK;
-pub(crate) use self::verify::{Awaited, acted, is_back, seen_since, set_back};
+pub(crate) use self::verify::{Awaited, Next, acted, is_back, seen_since, set_back};
 use self::verify::{verify, verify_report};
 use crate::{episode::AWAITING_OBSERVATION, leak_acts, pod::PodFacts};
 

@@ -55,19 +55,40 @@ pub(crate) struct Awaited<'a> {
     pub(crate) left: SignedDuration,
 }
 
+/// What to do while an act has not helped yet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Next {
+    /// Nothing for so long.
+    Rest(SignedDuration),
+    /// Record this.
+    Record(Verdict),
+    /// Ask the agent to look, and record that.
+    Observe(Verdict),
+}
+
+impl From<Next> for Step {
+    fn from(next: Next) -> Self {
+        match next {
+            Next::Rest(wait) => Self::Rest(Some(wait)),
+            Next::Record(verdict) => Self::Record(verdict, Some(LOOK_AGAIN)),
+            Next::Observe(verdict) => Self::Observe(verdict),
+        }
+    }
+}
+
 impl Awaited<'_> {
     /// What to do meanwhile. None: it is over, and has not helped.
-    pub(crate) fn step(&self, now: Timestamp) -> Option<Step> {
+    pub(crate) fn step(&self, now: Timestamp) -> Option<Next> {
         let acted = acted(self.decision);
         if let Some(verdict) = set_back(self.decision, now) {
-            return Some(Step::Record(verdict, Some(LOOK_AGAIN)));
+            return Some(Next::Record(verdict));
         }
         let seen = seen_since(self.decision, self.observation);
         if !self.left.is_positive() {
             return self.last_look(seen, now);
         }
         if seen.is_some() || !self.agent_alone {
-            return Some(Step::Rest(Some(self.left)));
+            return Some(Next::Rest(self.left));
         }
         // It says what it sees by itself, if it is there and heard of the act.
         let in_peace = LOOK_AGAIN - now.duration_since(acted);
@@ -75,23 +96,23 @@ impl Awaited<'_> {
             in_peace
         } else {
             let asked = self.asked.filter(|asked| *asked >= acted && asked_lately(*asked, now));
-            let Some(asked) = asked else { return Some(Step::Observe(self.asking())) };
+            let Some(asked) = asked else { return Some(Next::Observe(self.asking())) };
             ASK_AGAIN - now.duration_since(asked)
         };
-        Some(Step::Rest(Some(wait.min(self.left))))
+        Some(Next::Rest(wait.min(self.left)))
     }
 
     /// An act is not said to have failed by old news: where the clocks do not go together, its time
     /// may have been shorter than it seems.
-    fn last_look(&self, seen: Option<&Observation>, now: Timestamp) -> Option<Step> {
+    fn last_look(&self, seen: Option<&Observation>, now: Timestamp) -> Option<Next> {
         if seen.is_some_and(|o| now.duration_since(o.at.0).abs() <= FRESH) {
             return None;
         }
         let over = now.checked_add(self.left).unwrap_or(now);
         match self.asked.filter(|asked| *asked >= over) {
-            None => Some(Step::Observe(self.asking())),
+            None => Some(Next::Observe(self.asking())),
             Some(asked) if asked_lately(asked, now) => {
-                Some(Step::Rest(Some(ASK_AGAIN - now.duration_since(asked))))
+                Some(Next::Rest(ASK_AGAIN - now.duration_since(asked)))
             }
             Some(_) => None,
         }
@@ -132,7 +153,7 @@ pub(super) fn verify(view: &View<'_>, now: Timestamp) -> Step {
     }
     let left = grace(view) + VERIFY_WITHIN - now.duration_since(since);
     if let Some(step) = awaited(view, decision, pod_gone, left).step(now) {
-        return step;
+        return step.into();
     }
     let message = match (pod_gone, seen) {
         (false, _) => "the pod is still ending",
@@ -189,7 +210,7 @@ pub(super) fn verify_report(view: &View<'_>, now: Timestamp) -> Step {
     let within = if act == ActionType::Restart { grace(view) + VERIFY_WITHIN } else { LASTING_WITHIN };
     let left = within - now.duration_since(since);
     if let Some(step) = awaited(view, decision, true, left).step(now) {
-        return step;
+        return step.into();
     }
     let what = match (state, seen) {
         (_, None) => "the agent reported nothing since",

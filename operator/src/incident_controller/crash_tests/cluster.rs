@@ -98,11 +98,9 @@ pub(super) enum Agent {
     TakesBack,
 }
 
-impl Agent {
-    pub(super) const ALL: [Self; 4] = [Self::Does, Self::Refuses, Self::Fails, Self::TakesBack];
-}
-
+/// One incident, what it is about, and what is to go wrong.
 #[derive(Clone)]
+#[allow(clippy::struct_excessive_bools)] // independent facts
 pub(super) struct Cluster {
     pub(super) objects: BTreeMap<String, Value>,
     pub(super) proposed: Value,
@@ -126,6 +124,8 @@ pub(super) struct Cluster {
     /// Acts after the operator had heard of what forbids them.
     pub(super) late: usize,
     forbidden: Option<Turn>,
+    /// Somebody has forbidden it, whether the operator has heard of that or not.
+    stopped: bool,
     /// What the agent says of its act.
     report: Value,
     /// How many evictions the disruption budgets let through. None: any number.
@@ -165,6 +165,7 @@ impl Cluster {
             unguarded: 0,
             late: 0,
             forbidden: None,
+            stopped: false,
             report: Value::Null,
             disruptions_allowed: None,
             pause: None,
@@ -228,6 +229,13 @@ impl Cluster {
         cluster
     }
 
+    /// The same, with changes.
+    pub(super) fn with(proposed: &Value, change: impl FnOnce(&mut Self)) -> Self {
+        let mut cluster = Self::new(proposed);
+        change(&mut cluster);
+        cluster
+    }
+
     pub(super) fn put(&mut self, path: &str, mut object: Value) -> Value {
         self.version += 1;
         object["metadata"]["resourceVersion"] = json!(self.version.to_string());
@@ -244,6 +252,12 @@ impl Cluster {
 
     pub(super) fn decision(&self) -> Option<DecisionState> {
         serde_json::from_value(self.objects.get(INCIDENT)?["status"]["decision"]["state"].clone()).ok()
+    }
+
+    /// Pauses acts on the node for so many rounds.
+    pub(super) fn pause(&mut self, rounds: usize) {
+        self.pause = Some(rounds);
+        self.edit(NODE, |node| node["metadata"]["annotations"][names::PAUSED] = json!("true"));
     }
 
     /// Whether nothing is under way any more, and nothing is left to be undone.
@@ -281,10 +295,7 @@ impl Cluster {
             Turn::PolicyAsksForNothing => self.edit(POLICY, |policy| {
                 policy["spec"]["breakers"][0]["critical"]["actions"] = json!([{"type": "Signal"}]);
             }),
-            Turn::Paused => {
-                self.pause = Some(2);
-                self.edit(NODE, |node| node["metadata"]["annotations"][names::PAUSED] = json!("true"));
-            }
+            Turn::Paused => self.pause(2),
             Turn::IncidentDeleted => drop(self.objects.remove(INCIDENT)),
             Turn::IncidentEmptied => self.edit(INCIDENT, |incident| incident["status"] = json!({})),
             Turn::MemoryBack => {
@@ -307,6 +318,7 @@ impl Cluster {
             Turn::NodeChanged => self.edit(NODE, |node| node["metadata"]["labels"]["x"] = json!("y")),
             Turn::PodChanged => self.edit(&first_pod, |pod| pod["metadata"]["labels"]["x"] = json!("y")),
         }
+        self.stopped |= turn.forbids();
         self.forbidden = Some(turn).filter(|turn| turn.forbids() && self.news_at_once);
     }
 
@@ -355,7 +367,7 @@ impl Cluster {
         if self.proposed["action"] == "Freeze" {
             let tainted = self.objects[NODE]["spec"]["taints"] != foreign_taints();
             // The device is full until the taint has held for a round, or nobody may ask for it.
-            self.was_tainted |= tainted || self.forbidden.is_some();
+            self.was_tainted |= tainted || self.stopped;
             if self.was_tainted {
                 self.edit(REPORT, |report| report["status"]["devices"][0]["freeze"] = Value::Null);
             }
@@ -492,8 +504,11 @@ impl Cluster {
         let path = path.trim_end_matches("/eviction");
         let mut pod = self.objects.get(path).cloned().ok_or(StatusCode::NOT_FOUND)?;
         let asked = &body["deleteOptions"]["preconditions"];
-        assert_eq!(asked["uid"], pod["metadata"]["uid"], "an eviction without the UID");
-        if asked["resourceVersion"] != pod["metadata"]["resourceVersion"] {
+        assert!(
+            asked["uid"].is_string() && asked["resourceVersion"].is_string(),
+            "of whatever pod it is: {asked}"
+        );
+        if ["uid", "resourceVersion"].iter().any(|of| asked[of] != pod["metadata"][of]) {
             return Err(StatusCode::CONFLICT);
         }
         let name = pod["metadata"]["name"].as_str().unwrap().to_owned();

@@ -12,13 +12,11 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::sync::{Notify, watch};
 
-use super::{
-    super::reconcile,
-    cluster::{Cluster, Fault, INCIDENT, PODS},
-};
+use super::cluster::{Cluster, Fault, INCIDENT, PODS};
 use crate::{
     context::{Context, Ends, Known, Writers},
     error::Error,
+    incident_controller::reconcile,
     node_controller, policy_controller,
 };
 
@@ -66,7 +64,7 @@ impl Operator {
         let (ctx, Ends { writers, leads, learnt, .. }) = Context::new(client, "hw".into()).unwrap();
         leads.send_replace(true);
         let inner = Arc::new(Inner { ctx, writers: Mutex::new(writers), learnt, _leads: leads });
-        own.set(Arc::downgrade(&inner)).unwrap_or_default();
+        assert!(own.set(Arc::downgrade(&inner)).is_ok());
         Self(inner)
     }
 
@@ -156,7 +154,11 @@ async fn request_of(
     }
     let (status, answer) = {
         let mut cluster = lock(cluster);
+        let late = cluster.late;
         let answer = cluster.answer(&method, &path, dry, &body);
+        if fault == Some(Fault::StallsBefore) {
+            cluster.late = late; // it was on its way already
+        }
         if let Some(operator) = operator.filter(|_| cluster.news_at_once && method != "GET") {
             operator.hear(&cluster);
         }
