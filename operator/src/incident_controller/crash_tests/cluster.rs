@@ -518,7 +518,8 @@ impl Cluster {
         if dry {
             return Ok(name);
         }
-        assert!(self.tokens().contains(&format!("u/{name}")), "an eviction without a token");
+        let of_pod = format!("/{name}");
+        assert!(self.tokens().iter().any(|token| token.ends_with(&of_pod)), "an eviction without a token");
         pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
         pod["status"]["conditions"] = json!([{"type": "DisruptionTarget", "status": "True",
             "reason": "EvictionByEvictionAPI"}]);
