@@ -121,8 +121,9 @@ pub(super) struct Cluster {
     pub(super) lasting: bool,
     /// Evictions that were requested while the node had no cordon of ours.
     pub(super) unguarded: usize,
-    /// Acts after the operator had heard of what forbids them.
+    /// Acts after what forbids them was told to whoever listened: one that stood still did not.
     pub(super) late: usize,
+    pub(super) stalled: bool,
     forbidden: Option<Turn>,
     /// Somebody has forbidden it, whether the operator has heard of that or not.
     stopped: bool,
@@ -164,6 +165,7 @@ impl Cluster {
             lasting: false,
             unguarded: 0,
             late: 0,
+            stalled: false,
             forbidden: None,
             stopped: false,
             report: Value::Null,
@@ -282,7 +284,9 @@ impl Cluster {
     /// Counts a call; what goes wrong at it.
     pub(super) fn strike(&mut self) -> Option<Fault> {
         self.calls += 1;
-        self.fault.take_if(|(at, _)| *at == self.calls).map(|(_, fault)| fault)
+        let fault = self.fault.take_if(|(at, _)| *at == self.calls).map(|(_, fault)| fault);
+        self.stalled |= matches!(fault, Some(Fault::StallsBefore | Fault::StallsAfter));
+        fault
     }
 
     /// What somebody does after a write, if this was the one.

@@ -61,7 +61,7 @@ fn assert_sound(cluster: &Cluster, story: &str) {
     let by_agent = matches!(action, ActionType::Unready | ActionType::Park) || in_place;
     assert!(cluster.begun == 0 || by_agent, "{story}: the agent has done what is not its act");
     assert_eq!(cluster.unguarded, 0, "{story}: evicted from a node without our cordon");
-    assert_eq!(cluster.late, 0, "{story}: acted after the operator had heard that it may not");
+    assert!(cluster.late == 0 || cluster.stalled, "{story}: acted after it had heard that it may not");
     let tokens = cluster.tokens();
     let most = if action == ActionType::Drain { 4 } else { may_go.len().max(usize::from(by_agent)) };
     assert!(tokens.len() <= most, "{story}: {tokens:?}");

@@ -154,11 +154,7 @@ async fn request_of(
     }
     let (status, answer) = {
         let mut cluster = lock(cluster);
-        let late = cluster.late;
         let answer = cluster.answer(&method, &path, dry, &body);
-        if fault == Some(Fault::StallsBefore) {
-            cluster.late = late; // it was on its way already
-        }
         if let Some(operator) = operator.filter(|_| cluster.news_at_once && method != "GET") {
             operator.hear(&cluster);
         }
