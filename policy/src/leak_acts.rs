@@ -197,34 +197,33 @@ fn watch(view: &View<'_>, reason: &'static str, message: String, again: SignedDu
 /// is recommended.
 pub fn describe(finding: &LeakFinding) -> String {
     let slope = finding.slope_bytes_per_hour;
-    let mut text = format!(
-        "grows {} by {} an hour ({} to {}), on {} of {} scales",
-        match finding.class {
-            LeakClass::Linear => "steadily",
-            LeakClass::Step => "in steps",
-            LeakClass::Exponential => "faster and faster",
-            LeakClass::Saturating => "ever slower",
-            LeakClass::PerReplay => "with each graph replay",
-        },
-        size(slope.mid),
-        size(slope.low),
-        size(slope.high),
-        finding.agreeing_scales,
-        finding.eligible_scales,
-    );
-    text += &match finding.exhaustion_seconds {
-        Some(e) => format!(", is full in {} ({} to {})", span(e.mid), span(e.low), span(e.high)),
-        None => ", with no end in sight".to_owned(),
+    let how = match finding.class {
+        LeakClass::Linear => "steadily",
+        LeakClass::Step => "in steps",
+        LeakClass::Exponential => "faster and faster",
+        LeakClass::Saturating => "ever slower",
+        LeakClass::PerReplay => "with each graph replay",
     };
-    text += &format!(", {} % sure", finding.confidence_percent);
-    text += match finding.advice {
+    let end = match finding.exhaustion_seconds {
+        Some(e) => format!("is full in {} ({} to {})", span(e.mid), span(e.low), span(e.high)),
+        None => "with no end in sight".to_owned(),
+    };
+    let recommended = match finding.advice {
         Some(LeakAdvice::Restart) => ", recommended: a restart in time",
         Some(LeakAdvice::AllocatorOption) => ", recommended: an option of the allocator",
         Some(LeakAdvice::Ticket) => ", recommended: a ticket",
         Some(LeakAdvice::CacheFilling) => ", recommended: nothing, a cache is filling",
         None => "",
     };
-    text
+    format!(
+        "grows {how} by {} an hour ({} to {}), on {} of {} scales, {end}, {} % sure{recommended}",
+        size(slope.mid),
+        size(slope.low),
+        size(slope.high),
+        finding.agreeing_scales,
+        finding.eligible_scales,
+        finding.confidence_percent,
+    )
 }
 
 /// A size as people write it.
@@ -306,6 +305,7 @@ mod tests {
         now: i64,
     }
 
+    #[allow(clippy::needless_pass_by_value)] // made on the spot by every caller
     fn case(change: Value) -> Case {
         Case {
             spec: spec("Enforce", "Restart"),

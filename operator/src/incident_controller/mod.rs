@@ -50,7 +50,7 @@ pub(crate) async fn run(ctx: Arc<Context>, stop: CancellationToken) {
     queue::drain(queue, WIDTH, stop, |key: Key| {
         let ctx = Arc::clone(&ctx);
         async move {
-            match reconcile(&ctx, &key).await {
+            match Box::pin(reconcile(&ctx, &key)).await {
                 Ok(again) => again,
                 Err(error) => ctx.failed("incident", &format!("{}/{}", key.0, key.1), &error),
             }

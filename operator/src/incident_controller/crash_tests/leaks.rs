@@ -33,9 +33,9 @@ fn suspected(cluster: &mut Cluster) {
     cluster.put(INCIDENT, incident);
 }
 
-fn observe(cluster: &mut Cluster, path: &str, state: &str, stage: &str) {
+fn observe(cluster: &mut Cluster, path: &str, state: &str, found: &str) {
     let mut incident = cluster.objects[path].clone();
-    incident["status"]["observation"] = json!({"state": state, "at": now(), "leak": finding(stage)});
+    incident["status"]["observation"] = json!({"state": state, "at": now(), "leak": finding(found)});
     cluster.put(path, incident);
 }
 
