@@ -787,6 +787,7 @@ impl Probe {
 }
 
 /// Something of a storm that is to be freed.
+#[derive(Clone, Copy)]
 enum Held {
     Pointer(u64),
     /// Freed in the order of a stream.

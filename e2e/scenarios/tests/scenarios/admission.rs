@@ -7,12 +7,44 @@ use highwater_scenarios::{ModelServer, Scenario, TIMEOUT, deployment, enforce, p
 use kube::ResourceExt as _;
 use serde_json::{Value, json};
 
+/// What is wrong, the field of the spec, its value, and a part of the message.
+type Refusal = (&'static str, &'static str, Value, &'static str);
+
+fn refusals_of_leaks() -> [Refusal; 4] {
+    [
+        (
+            "a drain for a leak",
+            "leaks",
+            json!({"actions": [{"type": "Drain"}]}),
+            "only Signal, Hook, Unready and Restart can help",
+        ),
+        (
+            "leaks seen at falling scales",
+            "leaks",
+            json!({"blockMilliseconds": [600_000, 180_000, 1_800_000, 7_200_000]}),
+            "blockMilliseconds must rise",
+        ),
+        (
+            "blocks that are no whole buckets",
+            "leaks",
+            json!({"bucketMilliseconds": 50_000}),
+            "does not divide the default blocks",
+        ),
+        (
+            "a horizon within the lead",
+            "leaks",
+            json!({"horizonMilliseconds": 300_000}),
+            "horizonMilliseconds must be at least leadMilliseconds",
+        ),
+    ]
+}
+
 #[test]
 fn the_api_server_refuses_what_cannot_be_right_and_says_what_to_change() -> Result<()> {
     scenario("refused", async |s| {
         let breaker = |warning: Value, critical: Value| json!([{"scope": "Device", "warning": warning, "critical": critical}]);
         let mark = |trip: i32, clear: i32| json!({"tripPercent": trip, "clearPercent": clear});
-        let cases: [(&str, &str, Value, &str); 22] = [
+        let cases: [Refusal; 18] = [
             (
                 "clear above trip",
                 "breakers",
@@ -85,33 +117,9 @@ fn the_api_server_refuses_what_cannot_be_right_and_says_what_to_change() -> Resu
                 json!({"rules": [{"name": "r", "pods": {}, "limit": "8Gi", "managedMemory": "Hide"}]}),
                 "Unsupported value: \"Hide\"",
             ),
-            (
-                "a drain for a leak",
-                "leaks",
-                json!({"actions": [{"type": "Drain"}]}),
-                "only Signal, Hook, Unready and Restart can help",
-            ),
-            (
-                "leaks seen at falling scales",
-                "leaks",
-                json!({"blockMilliseconds": [600_000, 180_000, 1_800_000, 7_200_000]}),
-                "blockMilliseconds must rise",
-            ),
-            (
-                "blocks that are no whole buckets",
-                "leaks",
-                json!({"bucketMilliseconds": 50_000}),
-                "does not divide the default blocks",
-            ),
-            (
-                "a horizon within the lead",
-                "leaks",
-                json!({"horizonMilliseconds": 300_000}),
-                "horizonMilliseconds must be at least leadMilliseconds",
-            ),
             ("Enforce without budget", "remediation", Value::Null, "needs remediation.budget"),
         ];
-        for (what, field, value, message) in cases {
+        for (what, field, value, message) in cases.into_iter().chain(refusals_of_leaks()) {
             let mut spec = enforce(&s.namespace, "8Gi");
             if value.is_null() {
                 spec.as_object_mut().map(|spec| spec.remove(field));
