@@ -129,7 +129,7 @@ fn s6_threads_that_allocate_free_and_ask_at_once_leave_the_charges_exact() {
         assert!(pod.agent.charged() <= limit);
     }
     // Others than a refusal, allocations, and refusals.
-    let numbers = Vec::from_iter(program.answer().split(' ').map(|word| word.parse::<u64>().unwrap()));
+    let numbers: Vec<u64> = program.answer().split(' ').map(|word| word.parse().unwrap()).collect();
     assert_eq!(numbers[0], 0, "{numbers:?}");
     assert!(numbers[1] > 300 && numbers[2] > 0, "{numbers:?}");
     program.succeed(&["stream", "sync"]);

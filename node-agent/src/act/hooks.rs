@@ -335,8 +335,8 @@ mod tests {
         };
         let held = (&"GPU-0".into(), 9);
         let reused: Pods = [named("a", false), named("b", false)].into();
-        let refused = hooks.ask(&foot(), &reused, &reused["a"], held, Duration::from_secs(1)).unwrap_err();
-        assert!(refused.contains("pod /b"), "{refused}");
+        let answer = hooks.ask(&foot(), &reused, &reused["a"], held, Duration::from_secs(1)).unwrap_err();
+        assert!(answer.contains("pod /b"), "{answer}");
         assert!(hooks.asleep.is_empty(), "nobody was put to sleep");
         let finished: Pods = [named("a", false), named("b", true)].into();
         assert!(hooks.ask(&foot(), &finished, &finished["a"], held, Duration::from_secs(1)).is_ok());

@@ -58,7 +58,7 @@ struct Arguments {
     program: PathBuf,
     /// What a test program takes: names, --exact, --skip NAME, --ignored, --include-ignored
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
-    arguments: Vec<String>,
+    rest: Vec<String>,
 }
 
 fn cluster(number: &str) -> Result<ClusterId> {
@@ -77,7 +77,7 @@ fn main() -> Result<ExitCode> {
 }
 
 async fn run(arguments: &Arguments) -> Result<ExitCode> {
-    let chosen = listing::chosen(&arguments.program, &arguments.arguments).await?;
+    let chosen = listing::chosen(&arguments.program, &arguments.rest).await?;
     let durations = arguments.durations.as_deref();
     let mut known = durations.map(Durations::read).transpose()?.unwrap_or_default();
     for cluster in &arguments.clusters {
