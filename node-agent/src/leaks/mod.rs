@@ -266,7 +266,7 @@ impl Leaks {
             }
         }
         self.due = due;
-        self.store.touched();
+        self.store.touched(changed);
         changed
     }
 

@@ -54,6 +54,8 @@ pub(super) struct Series {
     pub whole: bool,
     /// What it is like is known, for it was seen from its start or an earlier agent had seen it.
     pub known: bool,
+    /// When this agent took it over from an earlier one.
+    resumed: Option<Millis>,
     /// What is thought of it, if it is suspect.
     pub finding: Option<LeakFinding>,
     /// What policy says of it; `None` while nobody does.
@@ -88,6 +90,7 @@ impl Series {
             began: at,
             whole: false,
             known: false,
+            resumed: None,
             finding: None,
             rule: None,
             due: Millis(0),
@@ -143,6 +146,7 @@ impl Series {
     /// Goes on with what an earlier agent thought.
     pub(super) fn resume(&mut self, at: Millis, wall: Timestamp) {
         (self.renewed, self.sampled, self.measured) = (at, at, Some(at));
+        self.resumed = Some(at);
         self.finding = self.detector.present(at).and_then(|finding| self.told(&finding, wall));
     }
 
@@ -185,9 +189,14 @@ impl Series {
         self.measured.is_some_and(|measured| self.sampled.since(measured) <= freshness(&self.settings))
     }
 
-    /// Whether enough was seen to say that it does not leak.
+    /// Whether enough was seen to say that it does not leak. What an earlier agent came to suspect
+    /// after it last wrote down what it saw is seen again within the blocks that a suspicion takes.
     pub(super) fn is_known(&self, at: Millis) -> bool {
         let [shortest, ..] = self.settings.block_milliseconds;
+        let again = shortest.saturating_mul(u64::from(self.settings.suspect_blocks).saturating_add(1));
+        if self.finding.is_none() && self.resumed.is_some_and(|resumed| at.since(resumed) < again) {
+            return false;
+        }
         let needed = shortest.saturating_mul(u64::from(self.settings.act_blocks));
         self.known || at.since(self.began) >= self.settings.warm_up_milliseconds.saturating_add(needed)
     }

@@ -42,6 +42,7 @@ pub(super) struct Store {
     path: Arc<Path>,
     written: Option<Millis>,
     touched: bool,
+    changed: bool,
 }
 
 /// What was found in it.
@@ -113,7 +114,7 @@ impl Store {
     /// Reads the file in the state directory. What cannot be used is left aside.
     pub(super) fn open(state_dir: &Path, wall: Timestamp) -> (Self, Found) {
         let path: Arc<Path> = state_dir.join("leaks.state").into();
-        let store = Self { path: Arc::clone(&path), written: None, touched: false };
+        let store = Self { path: Arc::clone(&path), written: None, touched: false, changed: false };
         let found = match fs::read(&path) {
             Ok(bytes) => decode(&bytes, wall).unwrap_or_else(|error| {
                 warn!(%error, path = %path.display(), "what was seen of leaks is not known any more: it begins anew");
@@ -132,14 +133,16 @@ impl Store {
         (store, found)
     }
 
-    /// Something is to be written.
-    pub(super) fn touched(&mut self) {
+    /// Something is to be written; soon, where what is thought of a pod changed.
+    pub(super) fn touched(&mut self, changed: bool) {
         self.touched = true;
+        self.changed |= changed;
     }
 
     /// Whether it is time to write, at this pace in milliseconds.
     pub(super) fn is_due(&self, pace: u64, now: Millis) -> bool {
-        self.touched && self.written.is_none_or(|written| now.since(written) >= pace.max(LEAST))
+        let pace = if self.changed { LEAST } else { pace.max(LEAST) };
+        self.touched && self.written.is_none_or(|written| now.since(written) >= pace)
     }
 
     /// What is to be written.
@@ -152,7 +155,7 @@ impl Store {
         now: Millis,
     ) -> Snapshot {
         self.written = Some(now);
-        self.touched = false;
+        (self.touched, self.changed) = (false, false);
         let mut states = Vec::new();
         let pods = pods.iter().map(|(pod, watched)| Pod {
             kubelet_uid: pod.to_string(),

@@ -231,6 +231,29 @@ fn an_agent_that_starts_in_the_middle_changes_nothing() {
 }
 
 #[test]
+fn what_an_agent_suspected_and_had_not_written_down_is_not_taken_back_by_the_next() {
+    let layers = json!([watching("Enforce", restart())]);
+    let mut bench = Bench::new(&layers);
+    let suspected = (0..400).find(|at| !bench.run(*at..at + 1, leak).created.is_empty()).unwrap();
+    let mut bench = Bench::new(&layers);
+    bench.run(0..suspected - 1, leak);
+    bench.engine.close();
+    let file = bench.root.path().join("leaks.state");
+    let before = std::fs::read(&file).unwrap();
+    assert_eq!(bench.run(suspected - 1..suspected + 1, leak).created.len(), 1);
+    let incident = bench.engine.world.incidents.values().next().unwrap().clone();
+    let Bench { root, .. } = bench;
+    std::fs::write(&file, before).unwrap();
+    let mut bench = Bench::unsynced_in(root, &layers);
+    bench.world(WorldChange::Incident(reset([incident])));
+    let written = bench.run(suspected + 1..suspected + 60, leak);
+    let states: Vec<_> = written.observed.iter().map(|o| o.state).collect();
+    assert!(!states.contains(&ObservationState::Recovered), "{states:?}");
+    assert_eq!(states.last(), Some(&ObservationState::Over), "{states:?}");
+    assert!(written.created.is_empty(), "one episode, one incident");
+}
+
+#[test]
 fn a_state_file_that_was_cut_off_begins_anew_and_recovers_nobody() {
     let layers = json!([watching("Enforce", restart())]);
     let mut bench = Bench::new(&layers);
