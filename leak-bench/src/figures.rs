@@ -3,7 +3,8 @@
 use crate::{
     cost::Cost,
     detect::Method,
-    interval::ratio,
+    interval::{ratio, share},
+    modes::Named,
     number::real,
     pools::Pool,
     report::{Goal, Report, plain},
@@ -156,10 +157,20 @@ fn costs(report: &mut Report, cost: &Cost) {
     );
 }
 
+fn modes(report: &mut Report, named: &[Named]) {
+    let right = named.iter().filter(|n| n.said == Some(n.truth)).count();
+    report.estimate(
+        "coarse leak modes that are named rightly",
+        share(right, named.len()),
+        Goal::AtLeast(0.85),
+    );
+}
+
 /// All figures.
-pub(crate) fn all(report: &mut Report, outcomes: &[Outcome], cost: &Cost) {
+pub(crate) fn all(report: &mut Report, outcomes: &[Outcome], named: &[Named], cost: &Cost) {
     found(report, outcomes);
     false_acts(report, outcomes);
     against_staircase(report, outcomes);
+    modes(report, named);
     costs(report, cost);
 }

@@ -12,6 +12,7 @@ mod figures;
 mod inject;
 mod interval;
 mod load;
+mod modes;
 mod noise;
 mod number;
 mod pools;
@@ -87,9 +88,11 @@ fn main() -> anyhow::Result<ExitCode> {
         tuning::wrong(&outcomes, args.wrong);
     }
     tables::all(&mut report, &outcomes);
+    let named = modes::named(args.side, args.quick, &settings);
+    modes::tables(&mut report, &named);
     recorded::report(&mut report, &recorded::folder(), &settings)?;
     print!("{}", report.tables());
-    figures::all(&mut report, &outcomes, &cost::measure(&settings));
+    figures::all(&mut report, &outcomes, &named, &cost::measure(&settings));
     if args.write {
         let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../docs/benchmarks/leaks.md");
         let side = match args.side {

@@ -4,10 +4,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     leak::{
-        Advice, Class, Detector, Finding, FindingKind, Interval, LeakMode, Rule, Settings, Signals, mode,
+        Advice, Class, Detector, Finding, FindingKind, Interval, LeakMode, Rule, Settings, Signals,
+        detector::JUMP_SCALE,
+        load::works_more,
+        mode,
         number::{float, whole},
         profile::above,
         reason,
+        rise::Rise,
         scale::{Verdict, burst},
         window::{bytes, float_bytes},
     },
@@ -26,8 +30,18 @@ const PATIENCE_RISEN: f64 = 4.0;
 /// and until so many if it has risen ever since it began: then nothing says what is usual, and the
 /// longer it waits, the more caches have come to their bounds.
 const PATIENCE_RISING: f64 = 1.6;
+/// Or until what is left is one part in so many of the rise: that something has its bound just there
+/// is as unlikely.
+const LAST: f64 = 20.0;
 /// A life has risen ever since it began if it did for this share of its age.
-const EVER: f64 = 0.75;
+const EVER: f64 = 0.5;
+/// An act by jumps is due when one in ten times the last of them comes within so many times the
+/// lead, where nothing is known of the workload
+const JUMPS_UNKNOWN: f64 = 1.6;
+/// and where something is.
+const JUMPS_KNOWN: f64 = 2.0;
+/// So many jumps are more than batches take to grow to their bound, as a rule.
+const MANY: u32 = 10;
 /// The likely end may be so many times as far as the nearest that is feared,
 const LIKELY: f64 = 3.0;
 /// and the farthest so many times of a life that has only ever risen: what may as well never come
@@ -96,7 +110,7 @@ pub(super) fn declared_bar(settings: &Settings, declared: Option<u64>, capacity:
 }
 
 /// What the present numbers come to.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Outlook {
     /// Slope in bytes an hour.
     pub slope: Interval<f64>,
@@ -108,16 +122,35 @@ pub(super) struct Outlook {
     pub exhaustion: Option<Interval<u64>>,
     /// Scales that agree,
     pub agreeing: u32,
-    /// and of these with a say in an act.
+    /// and of these with a say in an act: a scale that sees a rise level off has none.
     pub eligible: u32,
+    /// One of these is long: its blocks last half of the horizon or more, and what it says is no noise
+    /// of minutes.
+    pub long: bool,
     /// Length of the blocks that show the slope, in milliseconds.
     pub block: u64,
     /// Growth that they show in bytes,
     pub growth: f64,
     /// in so many milliseconds.
     pub over: u64,
+    /// How long it has risen as far back as any scale sees, in milliseconds.
+    pub rising: u64,
     /// How sure the test is: the greatest score of the scales that agree.
     pub z: f64,
+}
+
+impl Outlook {
+    /// The same, but for what the last minutes say.
+    fn of(rise: &Rise, scales: Self) -> Self {
+        Self {
+            slope: rise.slope,
+            class: Class::Linear,
+            exhaustion: Some(rise.exhaustion),
+            growth: rise.growth,
+            over: rise.over,
+            ..scales
+        }
+    }
 }
 
 /// What is thought of the pod now; a finding if that changed.
@@ -127,6 +160,22 @@ pub(super) fn decide(detector: &mut Detector, now: Millis) -> Option<Finding> {
     let suspect = live.scales.iter().any(|s| s.verdict.streak >= settings.suspect_blocks);
     let agrees = live.scales.iter().any(|s| s.verdict.agrees());
     let level = live.alarm.level;
+    let more_work = live.scales.first().is_some_and(|s| works_more(s.window.blocks()));
+    let rise = live.capacity.and_then(|capacity| live.minutes.rise(settings, capacity, more_work));
+    if level < Level::Act
+        && let Some(rise) = rise
+        && rises_to_the_end(detector, &rise)
+    {
+        let outlook = Outlook::of(&rise, outlook(detector));
+        detector.live.alarm.level = Level::Act;
+        return Some(finding(detector, now, (FindingKind::Act, Rule::RateOfRise), &outlook, Some(rise)));
+    }
+    if level < Level::Act
+        && let Some(outlook) = jumps_to_the_end(detector)
+    {
+        detector.live.alarm = Alarm { level: Level::Act, slope: outlook.slope, class: outlook.class };
+        return Some(finding(detector, now, (FindingKind::Act, Rule::Trend), &outlook, rise));
+    }
     if level == Level::Calm && !suspect {
         return None;
     }
@@ -148,7 +197,52 @@ pub(super) fn decide(detector: &mut Detector, now: Millis) -> Option<Finding> {
     };
     let (kind, level, outlook) = kind?;
     detector.live.alarm.level = level;
-    Some(finding(detector, now, kind, &outlook))
+    Some(finding(detector, now, (kind, Rule::Trend), &outlook, rise))
+}
+
+/// Whether the rise of the last minutes is due for an act by itself.
+fn rises_to_the_end(detector: &Detector, rise: &Rise) -> bool {
+    let Some(capacity) = detector.live.capacity.filter(|_| rise.alarming) else { return false };
+    float(bytes(detector.live.envelope.level())) > mark(detector, capacity, false)
+}
+
+/// What the jumps of this life come to, where they are due for an act by themselves. Not where nothing
+/// says what is usual and it has jumped for most of its life, but not often, or came down again
+/// before: batches that grow to their bound and collected garbage do just that.
+fn jumps_to_the_end(detector: &Detector) -> Option<Outlook> {
+    let (settings, live) = (&*detector.settings, &detector.live);
+    let capacity = live.capacity?;
+    let scale = live.scales.get(JUMP_SCALE)?;
+    let length = float(*settings.block_milliseconds.get(JUMP_SCALE)?);
+    let blocks = scale.window.blocks();
+    let block = blocks.last()?;
+    let expected = live.jumps.expected(block.number)?;
+    let over = f64::from(expected.over) * length;
+    let rising = over + float(settings.warm_up_milliseconds) >= EVER * float(live.age());
+    let known = is_known(detector, capacity);
+    if !known && (rising && expected.seen < MANY || live.returned.from().is_some()) {
+        return None;
+    }
+    let envelope = float(bytes(live.envelope.level()));
+    let reach = float_bytes(f64::from(block.floor) + burst(blocks));
+    let room = (float(capacity) - envelope.max(reach)).max(0.0) / float_bytes(1.0);
+    let [low, mid, high] = expected.until(room).map(|blocks| blocks * length);
+    let patience = if known { JUMPS_KNOWN } else { JUMPS_UNKNOWN };
+    let due =
+        envelope > mark(detector, capacity, !rising) && low < float(settings.lead_milliseconds) * patience;
+    let hourly = float_bytes(expected.size) / (expected.gap * length) * HOUR;
+    due.then(|| Outlook {
+        slope: Interval { low: hourly, mid: hourly, high: hourly },
+        class: Class::Step,
+        exhaustion: Some(Interval {
+            low: whole(low).min(FAR),
+            mid: whole(mid).min(FAR),
+            high: whole(high).min(FAR),
+        }),
+        growth: float_bytes(expected.size * f64::from(expected.seen)),
+        over: whole(over),
+        ..outlook(detector)
+    })
 }
 
 /// What is thought of the pod at present, if it is suspect, by the numbers of now.
@@ -170,8 +264,17 @@ fn outlook(detector: &Detector) -> Outlook {
         v.since_onset >= settings.act_blocks
             || (v.since_onset >= settings.act_blocks.div_ceil(2) && v.blocks >= settings.act_blocks)
     };
+    let eligible = || agreeing().filter(|(v, _)| has_a_say(v) && v.class != Class::Saturating);
     let envelope = float(bytes(live.envelope.level()));
-    let (main, block) = agreeing().next_back().unwrap_or_default();
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let long = eligible().any(|(_, length)| length >= settings.horizon_milliseconds / 2);
+    let enough = long || number(eligible().count()) >= settings.act_scales;
+    // What is told is of the longest scale; of those with a say, where they are enough for an act. A
+    // warm-up from which a leak goes on looks bent on the longest.
+    let longest = agreeing().next_back().unwrap_or_default();
+    let (main, block) = eligible().next_back().filter(|_| enough).unwrap_or(longest);
+    let lasted =
+        |(v, length): (Verdict, u64)| u64::from(v.since_onset.saturating_sub(1)).saturating_mul(length);
     let slope = Interval {
         low: agreeing().map(|(v, _)| v.slope.low).fold(f64::INFINITY, f64::min),
         mid: supported(agreeing().map(|(v, _)| v.slope.mid)),
@@ -197,37 +300,33 @@ fn outlook(detector: &Detector) -> Outlook {
         let units = least / float_bytes(1.0);
         let accelerated =
             |v: &Verdict, length: u64| v.accelerated(units, float(length) / HOUR).map(|h| h * HOUR);
-        let jumping = |v: &Verdict, length: u64| v.jumping(units).map(|blocks| blocks * float(length));
         let ends = agreeing().map(|(v, length)| {
             let straight = float(until(least, float_bytes(v.slope.high)));
-            let sooner = accelerated(&v, length).or_else(|| jumping(&v, length));
-            -sooner.map_or(straight, |sooner| sooner.min(straight))
+            -accelerated(&v, length).map_or(straight, |sooner| sooner.min(straight))
         });
         // Where one of the longer scales is sure of the law, it needs no other.
         let [shortest, ..] = settings.block_milliseconds;
-        let sure =
-            agreeing().filter(|(_, length)| *length > shortest).filter_map(|(v, length)| match v.class {
-                Class::Exponential => accelerated(&v, length),
-                Class::Step => jumping(&v, length),
-                _ => None,
-            });
-        let exponential = agreeing().filter(|(v, _)| v.class == Class::Exponential);
-        let exponential = exponential.filter_map(|(v, length)| accelerated(&v, length));
+        let exponential = || agreeing().filter(|(v, _)| v.class == Class::Exponential);
+        let sure = exponential()
+            .filter(|(_, length)| *length > shortest)
+            .filter_map(|(v, length)| accelerated(&v, length));
+        let exponential = exponential().filter_map(|(v, length)| accelerated(&v, length));
         let low = sure.fold(-supported(ends), f64::min);
         let mid = exponential.fold(float(until(least, slope.mid)), f64::min);
         Interval { low: whole(low).min(FAR), mid: whole(mid.max(low)).min(FAR), high: until(room, slope.low) }
     });
-    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     Outlook {
         slope,
         class,
         envelope,
         exhaustion,
         agreeing: number(agreeing().count()),
-        eligible: number(agreeing().filter(|(v, _)| has_a_say(v) && v.class != Class::Saturating).count()),
+        eligible: number(eligible().count()),
+        long,
+        rising: lasted(longest),
         block,
         growth: float_bytes(main.growth),
-        over: u64::from(main.since_onset.saturating_sub(1)).saturating_mul(block),
+        over: lasted((main, block)),
         z: agreeing().map(|(v, _)| v.z).fold(0.0, f64::max),
     }
 }
@@ -247,48 +346,71 @@ fn supported(slopes: impl Iterator<Item = f64>) -> f64 {
     second.unwrap_or(first)
 }
 
+/// The bytes that use must exceed before an act: the mark of the policy, what healthy lives came to,
+/// what this life came back from, and what was declared. `soon`: there is no time to wait for the
+/// higher mark of a life of which nothing is known.
+fn mark(detector: &Detector, capacity: u64, soon: bool) -> f64 {
+    let (settings, live, profile) = (&*detector.settings, &detector.live, &detector.profile);
+    let percent = |percent: u32| float(capacity) * f64::from(percent) / 100.0;
+    let mark = match profile.bar(settings, live.age(), capacity) {
+        Some(healthy) => percent(settings.act_above_percent).max(healthy),
+        None if profile.ended_badly() > 0 || soon => percent(settings.act_above_percent),
+        None => percent(settings.act_above_percent_without_profile),
+    };
+    let returned =
+        live.returned.from().map(|from| above(float(bytes(from)), RETURNED_MARGIN, float(capacity)));
+    let declared = float(declared_bar(settings, live.declared, Some(capacity)));
+    mark.max(returned.unwrap_or(0.0)).max(declared)
+}
+
+/// Whether lives before this one say what is usual, or that it leaks.
+fn is_known(detector: &Detector, capacity: u64) -> bool {
+    let (settings, profile) = (&*detector.settings, &detector.profile);
+    profile.bar(settings, detector.live.age(), capacity).is_some() || profile.ended_badly() > 0
+}
+
 /// What use must exceed before an act. `None` where the capacity is not known: nothing is acted on
 /// then.
 pub(super) fn bar(detector: &Detector, outlook: &Outlook) -> Option<Bar> {
-    let (settings, live) = (&*detector.settings, &detector.live);
+    let (settings, live, profile) = (&*detector.settings, &detector.live, &detector.profile);
     let capacity = live.capacity?;
-    let percent = |percent: u32| float(capacity) * f64::from(percent) / 100.0;
-    let horizon = float(settings.horizon_milliseconds);
-    let profile = &detector.profile;
     let healthy = profile.bar(settings, live.age(), capacity);
-    let rising = float(outlook.over.saturating_add(settings.warm_up_milliseconds))
+    let rising = float(outlook.rising.saturating_add(settings.warm_up_milliseconds))
         >= EVER * float(live.age())
         && outlook.class != Class::Exponential;
     let urgent = float(settings.lead_milliseconds) * URGENT;
     let soon = !rising && outlook.exhaustion.is_some_and(|e| float(e.low) < urgent);
     let patience = if rising { PATIENCE_RISING } else { PATIENCE_RISEN };
-    let patient = (float(settings.lead_milliseconds) * patience).min(horizon);
-    let (bytes, horizon) = match healthy {
-        Some(healthy) => (percent(settings.act_above_percent).max(healthy), horizon),
-        None if profile.ended_badly() > 0 || soon => (percent(settings.act_above_percent), horizon),
-        None => (percent(settings.act_above_percent_without_profile), patient),
-    };
-    let returned = live
-        .returned
-        .from()
-        .map(|from| above(float(super::window::bytes(from)), RETURNED_MARGIN, float(capacity)));
-    let declared = float(declared_bar(settings, live.declared, Some(capacity)));
-    let bytes = bytes.max(returned.unwrap_or(0.0)).max(declared);
-    let unproven = healthy.is_none() && profile.ended_badly() == 0 && rising;
-    Some(Bar { bytes, horizon, usual: healthy.and(profile.peak()), unproven })
+    let most = float(settings.horizon_milliseconds);
+    let known = is_known(detector, capacity);
+    Some(Bar {
+        bytes: mark(detector, capacity, soon),
+        horizon: if known || soon {
+            most
+        } else {
+            (float(settings.lead_milliseconds) * patience).max(float(outlook.rising) / LAST).min(most)
+        },
+        usual: healthy.and(profile.peak()),
+        unproven: !known && rising,
+    })
 }
 
 fn act_is_due(detector: &Detector, outlook: &Outlook) -> bool {
     let (Some(bar), Some(exhaustion)) = (bar(detector, outlook), outlook.exhaustion) else { return false };
-    outlook.eligible >= detector.settings.act_scales
-        && outlook.class != Class::Saturating
+    (outlook.eligible >= detector.settings.act_scales || outlook.long)
         && outlook.envelope > bar.bytes
         && float(exhaustion.low) < bar.horizon
         && float(exhaustion.mid) < bar.horizon * LIKELY
         && (!bar.unproven || float(exhaustion.high) < bar.horizon * FARTHEST)
 }
 
-fn finding(detector: &Detector, now: Millis, kind: FindingKind, outlook: &Outlook) -> Finding {
+fn finding(
+    detector: &Detector,
+    now: Millis,
+    (kind, rule): (FindingKind, Rule),
+    outlook: &Outlook,
+    rise: Option<Rise>,
+) -> Finding {
     let (settings, live) = (&*detector.settings, &detector.live);
     let bar = bar(detector, outlook);
     let main = settings.block_milliseconds.iter().position(|l| *l == outlook.block);
@@ -301,11 +423,11 @@ fn finding(detector: &Detector, now: Millis, kind: FindingKind, outlook: &Outloo
     Finding {
         at: now,
         kind,
-        rule: Rule::Trend,
+        rule,
         class: outlook.class,
         slope_bytes_per_hour: outlook.slope,
         exhaustion_milliseconds: outlook.exhaustion,
-        confidence: confidence(kind, outlook, bar),
+        confidence: confidence((kind, rule), outlook, bar),
         scales: scales.filter(|(s, _)| s.verdict.blocks > 0).map(|(s, l)| s.evidence(l)).collect(),
         mode,
         advice: advice(detector, kind, outlook, mode),
@@ -313,10 +435,10 @@ fn finding(detector: &Detector, now: Millis, kind: FindingKind, outlook: &Outloo
             staircase: live.staircase_fired,
             staircase_count: live.staircase_count,
             drift: live.drift.distance(),
-            rate_of_rise_exhaustion_milliseconds: None,
+            rate_of_rise_exhaustion_milliseconds: rise.map(|r| r.exhaustion.mid),
         },
         reason: reason::sentence(
-            kind,
+            (kind, rule),
             outlook,
             bar,
             live.capacity,
@@ -343,11 +465,15 @@ fn advice(
 
 /// From 0 to 1: more with each scale that agrees, with the score of the test, and with the
 /// distance from what healthy lives do.
-fn confidence(kind: FindingKind, outlook: &Outlook, bar: Option<Bar>) -> f64 {
+fn confidence((kind, rule): (FindingKind, Rule), outlook: &Outlook, bar: Option<Bar>) -> f64 {
     if kind == FindingKind::Cleared {
         return 0.0;
     }
     let mut odds = -1.0 + 0.8 * f64::from(outlook.agreeing) + 0.3 * (outlook.z - 2.6).clamp(0.0, 4.0);
+    if rule == Rule::RateOfRise {
+        // Its gates are hard.
+        odds += 1.5;
+    }
     if outlook.class == Class::Saturating {
         odds -= 2.0;
     }

@@ -6,8 +6,10 @@ use crate::{
     leak::{
         Finding, LifeEnd, Profile, Sample, Settings,
         alarm::{self, Alarm},
+        jumps::Jumps,
         life::{Counter, Returned},
         profile::Life,
+        rise::Minutes,
         scale::{Context, Scale},
         settings::SCALES,
         signals::{Drift, Staircase},
@@ -20,6 +22,8 @@ use serde::{Deserialize, Serialize};
 
 /// A capacity that becomes so many times as large or as small is another device or partition.
 const OTHER_DEVICE: u64 = 2;
+/// The scale whose floors tell of jumps.
+pub(super) const JUMP_SCALE: usize = 0;
 /// The scale whose floors tell whether a rise was undone.
 const RETURN_SCALE: usize = 1;
 
@@ -50,6 +54,8 @@ pub(super) struct Live {
     bucket: Bucket,
     pub scales: [Scale; SCALES],
     pub envelope: Envelope,
+    pub minutes: Minutes,
+    pub jumps: Jumps,
     pub life: Life,
     pub returned: Returned,
     work: Counter,
@@ -154,6 +160,9 @@ impl Detector {
         live.envelope.push(peak);
         let (work, replays) = (live.work.take(), live.replays.take());
         let warm = age > settings.warm_up_milliseconds;
+        if warm {
+            live.minutes.push(u32::try_from(closing).unwrap_or(u32::MAX), median);
+        }
         let context = Context {
             settings,
             capacity: live.capacity,
@@ -171,11 +180,14 @@ impl Detector {
                 scale.filling.done(work, replays);
                 scale.filling.push(median, peak);
             }
-            if scale.advance(block(number), length, live.aside, context) && place == RETURN_SCALE {
-                let least = alarm::least_growth(settings, live.capacity);
-                if let Some(block) = scale.window.blocks().last() {
-                    live.returned.push(block.floor, block.peak, units(least));
-                }
+            if !scale.advance(block(number), length, live.aside, context) {
+                continue;
+            }
+            let least = units(alarm::least_growth(settings, live.capacity));
+            match (place, scale.window.blocks().last()) {
+                (JUMP_SCALE, Some(block)) => live.jumps.push(block.number, block.floor, least),
+                (RETURN_SCALE, Some(block)) => live.returned.push(block.floor, block.peak, least),
+                _ => {}
             }
         }
         true

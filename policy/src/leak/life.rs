@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::leak::window::Sum;
+
 /// Follows rises that were undone without a restart: a pod that came back from a height once has
 /// shown that it can.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,23 +46,22 @@ const MOST: f64 = 1e18;
 /// A counter that may begin anew.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Counter {
-    last: Option<f64>,
-    pending: Option<f64>,
+    last: Sum,
+    pending: Sum,
 }
 
 impl Counter {
     /// Takes its value. What is missing, negative, absurd or no number changes nothing.
     pub(super) fn push(&mut self, value: Option<f64>) {
         let Some(value) = value.filter(|v| (0.0..MOST).contains(v)) else { return };
-        if let Some(last) = self.last.replace(value) {
-            let more = if value >= last { value - last } else { value };
-            self.pending = Some(self.pending.unwrap_or(0.0) + more);
+        if let Some(last) = std::mem::replace(&mut self.last, Sum::of(value)).get() {
+            self.pending.add(Some(if value >= last { value - last } else { value }));
         }
     }
 
     /// What was added since this was last asked.
     pub(super) fn take(&mut self) -> Option<f64> {
-        self.pending.take()
+        std::mem::take(&mut self.pending).get()
     }
 }
 

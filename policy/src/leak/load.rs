@@ -13,6 +13,9 @@ use crate::leak::{
 /// Rank correlation of the changes of rate and height from which the height is said to follow.
 const FOLLOWS: f64 = 0.4;
 
+/// Work is clearly more where it is so many times as much.
+const MORE_WORK: f64 = 1.25;
+
 /// The floors without what goes with the rate of work. `None` where no rate is known, it does not
 /// change, or the floors do not follow it.
 pub(super) fn without_load(blocks: &[Block], points: &mut [Point; BLOCKS]) -> Option<usize> {
@@ -39,6 +42,16 @@ pub(super) fn without_load(blocks: &[Block], points: &mut [Point; BLOCKS]) -> Op
         *slot = (f64::from(block.number), f64::from(block.floor) - factor * (rate - usual));
     }
     Some(blocks.len())
+}
+
+/// Whether the last two blocks did clearly more work than the two before them; not where work is not
+/// known.
+pub(super) fn works_more(blocks: &[Block]) -> bool {
+    let done = |skip: usize| -> Option<f64> {
+        let mut of = blocks.iter().rev().skip(skip);
+        Some(of.next()?.aside.work.get()? + of.next()?.aside.work.get()?)
+    };
+    matches!((done(2), done(0)), (Some(before), Some(after)) if after > MORE_WORK * before)
 }
 
 /// Whether the floor came down while nothing was done: what leaked does not.
@@ -107,6 +120,15 @@ mod tests {
             .collect();
         let mut points = [(0.0, 0.0); BLOCKS];
         assert!(without_load(&blocks, &mut points).is_none_or(|n| points[n - 1].1 - points[0].1 > 30_000.0));
+    }
+
+    #[test]
+    fn more_work_is_seen_where_work_is_known() {
+        let of = |rates: &[f64]| -> Vec<Block> { rates.iter().map(|r| block(0, 1e5, *r)).collect() };
+        assert!(works_more(&of(&[9.0, 9.0, 12.0, 14.0])));
+        assert!(!works_more(&of(&[9.0, 9.0, 10.0, 10.0])));
+        assert!(!works_more(&of(&[9.0, 9.0, f64::NAN, 14.0])));
+        assert!(!works_more(&[]));
     }
 
     #[test]

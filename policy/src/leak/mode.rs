@@ -6,41 +6,59 @@
 use crate::leak::{
     LeakMode,
     number::count,
-    window::{Block, Maybe},
+    trend::median,
+    window::{BLOCKS, Block, Maybe},
 };
 
-/// The share of the growth that one view must explain.
+/// The share of the growth that a view must explain.
 const MOST: f64 = 0.6;
 /// CUDA graphs that leak grow by this a replay, in units of 64 KiB: 1 to 4 MiB, with some slack.
 const A_REPLAY: std::ops::RangeInclusive<f64> = 12.0..=80.0;
+/// Replays vary where their deviation is this share of their mean,
+const VARY: f64 = 0.2;
+/// and growth goes with them where it correlates by so much.
+const GOES_WITH: f64 = 0.3;
 
 /// The mode of the growth over these blocks, with how sure it is. `None` where only the driver's
-/// number is known.
+/// number is known, or where the views share the growth among them.
 pub(super) fn mode(blocks: &[Block]) -> Option<(LeakMode, f64)> {
-    let (first, last) = (blocks.first()?, blocks.last()?);
-    let driver = f64::from(last.floor) - f64::from(first.floor);
-    if driver <= 0.0 {
-        return None;
-    }
-    let grown = |of: fn(&Block) -> Maybe| {
-        let (a, b) = (of(first).get()?, of(last).get()?);
-        Some((f64::from(b) - f64::from(a)) / driver)
-    };
-    let (allocated, reserved) = (grown(|b| b.aside.allocated), grown(|b| b.aside.reserved));
-    let host = grown(|b| b.aside.host);
-    if per_replay(blocks, driver) {
+    let driver = grown(blocks, |b| Some(f64::from(b.floor))).filter(|driver| *driver > 0.0)?;
+    let share = |of: fn(&Block) -> Maybe| grown(blocks, |b| of(b).get().map(f64::from)).map(|g| g / driver);
+    if per_replay(blocks, total(blocks)) {
         return Some((LeakMode::PerReplay, 0.8));
     }
+    let (allocated, reserved) = (share(|b| b.aside.allocated), share(|b| b.aside.reserved));
+    let host = share(|b| b.aside.host).filter(|host| *host >= MOST);
     match (allocated, reserved) {
         (Some(allocated), _) if allocated >= MOST => Some((LeakMode::HeldByFramework, sure(allocated))),
-        (Some(allocated), Some(reserved)) if reserved >= MOST => {
+        (Some(allocated), Some(reserved)) if reserved - allocated.max(0.0) >= MOST => {
             Some((LeakMode::AllocatorRetention, sure(reserved - allocated.max(0.0))))
         }
-        (_, Some(reserved)) if reserved <= 1.0 - MOST => match host {
-            Some(host) if host >= MOST => Some((LeakMode::HostOrManaged, sure(host))),
-            _ => Some((LeakMode::OutsideFramework, sure(1.0 - reserved.max(0.0)))),
-        },
-        _ => host.filter(|host| *host >= MOST).map(|host| (LeakMode::HostOrManaged, sure(host) * 0.7)),
+        (_, Some(reserved)) if reserved <= 1.0 - MOST => Some(host.map_or_else(
+            || (LeakMode::OutsideFramework, sure(1.0 - reserved.max(0.0))),
+            |host| (LeakMode::HostOrManaged, sure(host)),
+        )),
+        (None, None) => host.map(|host| (LeakMode::HostOrManaged, sure(host) * 0.7)),
+        _ => None,
+    }
+}
+
+/// What a view grew from the first third of the blocks to the last, each by its median: what a batch
+/// takes for a moment is in single blocks. `None` where a third is not known.
+fn grown(blocks: &[Block], of: impl Fn(&Block) -> Option<f64>) -> Option<f64> {
+    let part = blocks.len().div_ceil(3);
+    let height = |blocks: &[Block]| {
+        let known = || blocks.iter().filter_map(&of);
+        (known().count() > 0).then(|| median(known()))
+    };
+    Some(height(blocks.get(blocks.len() - part..)?)? - height(blocks.get(..part)?)?)
+}
+
+/// What the floor grew from the first block to the last.
+fn total(blocks: &[Block]) -> f64 {
+    match (blocks.first(), blocks.last()) {
+        (Some(first), Some(last)) => f64::from(last.floor) - f64::from(first.floor),
+        _ => 0.0,
     }
 }
 
@@ -49,10 +67,31 @@ fn sure(share: f64) -> f64 {
     share.clamp(0.5, 0.95)
 }
 
-/// Whether the growth goes with replays, at the rate that is known of leaking graphs.
+/// Whether the growth goes with replays: by as much a replay as is known of leaking graphs, and where
+/// their rate varies, more in blocks with more of them.
 pub(super) fn per_replay(blocks: &[Block], growth: f64) -> bool {
     let replays: f64 = blocks.iter().skip(1).filter_map(|b| b.aside.replays.get()).sum();
-    replays >= count(blocks.len()) && A_REPLAY.contains(&(growth / replays))
+    if replays < count(blocks.len()) || !A_REPLAY.contains(&(growth / replays)) {
+        return false;
+    }
+    let mut pairs = [(0.0, 0.0); BLOCKS];
+    let mut n = 0;
+    for (slot, (a, b)) in pairs.iter_mut().zip(blocks.iter().zip(blocks.iter().skip(1))) {
+        let Some(replays) = b.aside.replays.get() else { continue };
+        *slot = (replays, f64::from(b.floor) - f64::from(a.floor));
+        n += 1;
+    }
+    let pairs = pairs.get(..n).unwrap_or_default();
+    let size = count(n).max(1.0);
+    let (mx, my) = pairs.iter().fold((0.0, 0.0), |(x, y), p| (x + p.0 / size, y + p.1 / size));
+    let (mut xx, mut xy, mut yy) = (0.0, 0.0, 0.0);
+    for (x, y) in pairs {
+        xx += (x - mx).powi(2);
+        xy += (x - mx) * (y - my);
+        yy += (y - my).powi(2);
+    }
+    let varies = (xx / size).sqrt() > VARY * mx;
+    !varies || xy >= GOES_WITH * (xx * yy).sqrt()
 }
 
 /// The rank that grows alone, given each rank's slope in bytes an hour: the others together grow

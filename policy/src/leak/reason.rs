@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use crate::leak::{
-    Class, FindingKind,
+    Class, FindingKind, Rule,
     alarm::{Bar, Outlook},
     number::float,
 };
@@ -35,7 +35,7 @@ fn time(milliseconds: u64) -> String {
 
 /// What is found, with the numbers.
 pub(super) fn sentence(
-    kind: FindingKind,
+    (kind, rule): (FindingKind, Rule),
     outlook: &Outlook,
     bar: Option<Bar>,
     capacity: Option<u64>,
@@ -51,13 +51,21 @@ pub(super) fn sentence(
         Class::Saturating => "ever slower",
         Class::PerReplay => "with each graph replay",
     };
-    let mut text = format!(
-        "floors rose {how} by {} in {}, {} an hour, on {} of {scales} scales",
-        size(outlook.growth),
-        time(outlook.over),
-        size(outlook.slope.mid),
-        outlook.agreeing,
-    );
+    let mut text = match rule {
+        Rule::RateOfRise => format!(
+            "it rose at every minute of the last {} by {}, {} an hour",
+            time(outlook.over),
+            size(outlook.growth),
+            size(outlook.slope.mid),
+        ),
+        Rule::Trend => format!(
+            "floors rose {how} by {} in {}, {} an hour, on {} of {scales} scales",
+            size(outlook.growth),
+            time(outlook.over),
+            size(outlook.slope.mid),
+            outlook.agreeing,
+        ),
+    };
     // Writing to a text cannot fail.
     let _ = match capacity {
         Some(capacity) => {

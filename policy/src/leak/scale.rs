@@ -16,8 +16,6 @@ use crate::leak::{
 const RESIDUALS: f64 = 4.0;
 /// After so many times the usual time between records without one a rise has stalled.
 const STALLED: f64 = 2.0;
-/// A jump may be larger than the mean by this share of it.
-const SHORT_OF: f64 = 0.25;
 /// An hour in milliseconds.
 const HOUR: f64 = 3_600_000.0;
 
@@ -51,10 +49,6 @@ pub(super) struct Verdict {
     pub growth: f64,
     /// Growth in the second half by that of the first.
     pub second_half: f64,
-    /// What a jump of a rise in steps adds,
-    pub jump: f64,
-    /// and how many blocks jumps are apart. 0 of any other rise.
-    pub apart: f64,
     /// How it grows.
     pub class: Class,
     /// Blocks that passed every gate and were records, with no fall between them: a rise in steps
@@ -163,7 +157,6 @@ impl Scale {
             (true, true) => Class::PerReplay,
             (true, false) => shape::class(since, trend.second_half),
         };
-        let (jump, apart) = if class == Class::Step { jumps(since) } else { (0.0, 0.0) };
         self.verdict = Verdict {
             blocks: u32::try_from(blocks.len()).unwrap_or(0),
             since_onset: u32::try_from(trend.since_onset).unwrap_or(0),
@@ -175,8 +168,6 @@ impl Scale {
             },
             growth: trend.growth,
             second_half: trend.second_half,
-            jump,
-            apart,
             class,
             ..self.verdict
         };
@@ -205,18 +196,6 @@ impl Scale {
 }
 
 impl Verdict {
-    /// Until the jump of a rise in steps that goes beyond so many units, in blocks and if they
-    /// come early; `None` of any other.
-    pub(super) fn jumping(&self, room: f64) -> Option<f64> {
-        if self.class != Class::Step || self.jump <= 0.0 {
-            return None;
-        }
-        let more = (room / self.jump - SHORT_OF).ceil().max(1.0);
-        // Jumps come when they like: one in ten times so many come within this.
-        let early = (more + 0.3 - 1.28 * more.sqrt()).max(0.1);
-        Some(early * self.apart)
-    }
-
     /// Until a rise that goes faster and faster has grown by so many units, in hours; `None` of
     /// one that does not seem to. With the second half of a time T having grown q times as much as the first, it
     /// doubles in D = T / 2 log2 q, and its slope at the end follows from what the second half
@@ -238,17 +217,6 @@ impl Verdict {
         let apart = f64::from(self.stood) / f64::from(self.streak.max(1));
         self.streak > 0 && f64::from(self.missed) <= STALLED * apart + 1.0
     }
-}
-
-/// What a jump adds, and how many positions jumps are apart. Less than a quarter of the largest is
-/// none.
-fn jumps(points: &[Point]) -> (f64, f64) {
-    let steps = || points.iter().zip(points.iter().skip(1)).map(|(a, b)| b.1 - a.1);
-    let largest = steps().fold(0.0, f64::max);
-    let (sum, n) =
-        steps().filter(|s| *s > largest / 4.0).fold((0.0, 0_usize), |(sum, n), s| (sum + s, n + 1));
-    let span = points.last().map_or(0.0, |p| p.0) - points.first().map_or(0.0, |p| p.0);
-    if n == 0 { (0.0, 0.0) } else { (sum / count(n), span / count(n)) }
 }
 
 /// How far peaks stood above floors, but for the one farthest: once is no habit.

@@ -172,21 +172,53 @@ impl Bucket {
     }
 }
 
+/// A count that is not known yet, in eight bytes: it is never negative.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Sum(f64);
+
+impl Default for Sum {
+    fn default() -> Self {
+        Self(-1.0)
+    }
+}
+
+impl Sum {
+    /// What is known from now on; it must not be negative.
+    pub(super) fn of(value: f64) -> Self {
+        Self(value.max(0.0))
+    }
+
+    /// Adds what is known.
+    pub(super) fn add(&mut self, more: Option<f64>) {
+        if let Some(more) = more {
+            self.0 = self.0.max(0.0) + more;
+        }
+    }
+
+    pub(super) fn get(self) -> Option<f64> {
+        (self.0 >= 0.0).then_some(self.0)
+    }
+
+    fn short(self) -> Short {
+        self.get().map_or_else(Short::default, Short::of)
+    }
+}
+
 /// A block that is being filled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Filling {
     lows: [u32; LOWS],
     buckets: u32,
     peak: u32,
-    work: Option<f64>,
-    replays: Option<f64>,
+    work: Sum,
+    replays: Sum,
 }
 
 impl Filling {
     /// Adds work and replays that were done since the last bucket.
     pub(super) fn done(&mut self, work: Option<f64>, replays: Option<f64>) {
-        let add = |sum: Option<f64>, more: Option<f64>| more.map_or(sum, |m| Some(sum.unwrap_or(0.0) + m));
-        (self.work, self.replays) = (add(self.work, work), add(self.replays, replays));
+        self.work.add(work);
+        self.replays.add(replays);
     }
 
     /// Takes the median and the peak of a bucket.
@@ -211,8 +243,7 @@ impl Filling {
         let done = std::mem::take(self);
         let rank = usize::try_from(done.buckets.saturating_sub(1) / 10).unwrap_or(0).min(LOWS - 1);
         let floor = done.lows.get(rank).copied().filter(|_| done.buckets >= least.max(1))?;
-        let short = |value: Option<f64>| value.map_or_else(Short::default, Short::of);
-        let aside = Aside { work: short(done.work), replays: short(done.replays), ..aside };
+        let aside = Aside { work: done.work.short(), replays: done.replays.short(), ..aside };
         Some(Block { number, floor, peak: done.peak, aside })
     }
 }
