@@ -160,8 +160,7 @@ pub(super) fn decide(detector: &mut Detector, now: Millis) -> Option<Finding> {
     let suspect = live.scales.iter().any(|s| s.verdict.streak >= settings.suspect_blocks);
     let agrees = live.scales.iter().any(|s| s.verdict.agrees());
     let level = live.alarm.level;
-    let more_work = live.scales.first().is_some_and(|s| works_more(s.window.blocks()));
-    let rise = live.capacity.and_then(|capacity| live.minutes.rise(settings, capacity, more_work));
+    let rise = last_minutes(detector);
     if level < Level::Act
         && let Some(rise) = rise
         && rises_to_the_end(detector, &rise)
@@ -252,7 +251,19 @@ pub(super) fn present(detector: &Detector, now: Millis) -> Option<Finding> {
         Level::Suspect => FindingKind::Suspect,
         Level::Act => FindingKind::Act,
     };
-    Some(finding(detector, now, kind, &outlook(detector)))
+    let rise = last_minutes(detector);
+    let (rule, outlook) = match rise.as_ref().filter(|rise| rise.alarming) {
+        Some(rise) => (Rule::RateOfRise, Outlook::of(rise, outlook(detector))),
+        None => (Rule::Trend, outlook(detector)),
+    };
+    Some(finding(detector, now, (kind, rule), &outlook, rise))
+}
+
+/// The rise of the last minutes, if there is one.
+fn last_minutes(detector: &Detector) -> Option<Rise> {
+    let live = &detector.live;
+    let more_work = live.scales.first().is_some_and(|s| works_more(s.window.blocks()));
+    live.capacity.and_then(|capacity| live.minutes.rise(&detector.settings, capacity, more_work))
 }
 
 /// What the scales that agree say together.
