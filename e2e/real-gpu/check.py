@@ -13,6 +13,7 @@ from datetime import datetime
 
 import check_actions
 import check_guard
+import check_leaks
 import check_pool
 from common import (
     GIB, GROUP, INTERVAL, MIB, NOISE, ROUND, Cluster, Failed, Page, Reader, Report, by_pod, component, mib, resident, until,
@@ -280,7 +281,7 @@ def machine(report, nvml, cluster):
 
 # What is checked unless sections are named: with the others it would take longer than such a machine is lent for.
 USUAL = ("rest", "cost", "growth", "quota", "breaker", "pool", "guard")
-SECTIONS = (*USUAL, "park", "reclaim", "reaction")
+SECTIONS = (*USUAL, "park", "reclaim", "reaction", "leaks")
 
 
 class Sections:
@@ -340,6 +341,9 @@ class Sections:
     def reaction(self):
         check_actions.reaction(self.report, self.nvml, self.cluster, self.total)
 
+    def leaks(self):
+        check_leaks.check(self.report, self.nvml, self.cluster)
+
 
 def check(report, arguments):
     sections = Sections(report, arguments)
@@ -347,7 +351,7 @@ def check(report, arguments):
         if name not in arguments.only:
             continue
         begun = time.monotonic()
-        if name in ("pool", "guard", "park", "reclaim", "reaction"):
+        if name in ("pool", "guard", "park", "reclaim", "reaction", "leaks"):
             # They want the device for themselves.
             for app in ("one", "two", "hog"):
                 sections.cluster.remove(app)

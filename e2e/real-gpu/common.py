@@ -326,7 +326,7 @@ class Cluster:
         self.create(name, size, **how)
         return self.running(name, size, how.get("guard", False))
 
-    def create(self, name, size=None, stubborn=False, guard=False, told=False, labels=None):
+    def create(self, name, size=None, stubborn=False, guard=False, told=False, labels=None, annotations=None):
         """Makes such a Deployment. `told`: it has a volume for the pressure file."""
         shutil.rmtree(self.folder(name), ignore_errors=True)
         os.makedirs(self.folder(name))
@@ -359,7 +359,7 @@ class Cluster:
         self.api.apply({
             "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name, "namespace": NAMESPACE},
             "spec": {"replicas": 1, "selector": {"matchLabels": {"app": name}}, "template": {
-                "metadata": {"labels": labels},
+                "metadata": {"labels": labels, "annotations": annotations or {}},
                 "spec": {"hostNetwork": True, "dnsPolicy": "Default", "terminationGracePeriodSeconds": 20,
                          "automountServiceAccountToken": False, "containers": [container], "volumes": volumes}}}})
 

@@ -14,6 +14,7 @@ limit=480
 grow_seconds=
 only=
 stay=false
+shared=24 # pods among which the device plugin shares each GPU
 inside=false
 checking=false
 arguments=("$@")
@@ -24,7 +25,7 @@ usage: run.sh [--bundle DIR] [--out DIR] [--limit SECONDS] [--only SECTION,...] 
   --bundle DIR      what pack.sh made (default: bundle/ beside this script)
   --out DIR         where report and logs go (default $OUT, else ./real-gpu-out)
   --limit SECONDS   the whole run is stopped after so long (default 480)
-  --only SECTIONS   of rest, cost, growth, quota, breaker, pool, guard (default: these), park, reclaim, reaction
+  --only SECTIONS   of rest, cost, growth, quota, breaker, pool, guard (default: these), park, reclaim, reaction, leaks
   --grow-seconds N  how long two pods grow while ledger and driver are compared (default 120; 40 with --only)
   --stay            leave the cluster up after the checks, until the limit or Ctrl-C
   --sim DIR         no GPU: the simulated driver whose program and libraries lie in DIR
@@ -276,7 +277,8 @@ prepare_driver() {
 
 # What Python with PyTorch needs of this machine is found by running it once.
 probe_python() {
-    cp "$here"/{workload,runner,driver_cases,torch_cases,actions_cases,thief}.py "$work/pod/"
+    cp "$here"/{workload,runner,driver_cases,torch_cases,actions_cases,leaks_case,thief}.py "$work/pod/"
+    cp -R "$here/leaks" "$work/pod/"
     if ! timeout 150 python3 "$work/pod/workload.py" needs --backend "$backend" >"$work/needs.json" 2>"$logs/needs.log"; then
         tail -n 5 "$logs/needs.log"
         return 1
@@ -421,8 +423,8 @@ END
     await "node is Ready" 60 kubelet python3 "$here/describe.py" ready-node "$node"
     local mode=real
     [[ -z $simulated ]] || mode=sim
-    start device-plugin gpu-device-plugin --mode "$mode" --replicas 8
-    await "nvidia.com/gpu is allocatable" 30 device-plugin python3 "$here/describe.py" allocatable "$node" 8
+    start device-plugin gpu-device-plugin --mode "$mode" --replicas "$shared"
+    await "nvidia.com/gpu is allocatable" 30 device-plugin python3 "$here/describe.py" allocatable "$node" "$shared"
 }
 
 install() {

@@ -1,8 +1,10 @@
-"""Where programs take memory: PyTorch and the driver of a GPU, or, to try them without one, PyTorch on the processor."""
+"""Where programs take memory: PyTorch and the driver of a GPU, or, to try them without one, PyTorch on the processor, or a
+simulated driver without PyTorch."""
 
 import ctypes
 import mmap
 import re
+import types
 
 import variants
 
@@ -183,6 +185,73 @@ class Pretended:
         self.outside += count
 
 
+class Piece:
+    """Memory of the simulated driver, in place of a tensor. Nothing is computed there."""
+
+    def __init__(self, device, count):
+        self.device, self.count, self.pointer = device, 0, POINTER()
+        device.call("cuMemAlloc_v2", ctypes.byref(self.pointer), SIZE(count))
+        self.count = count
+        device.held += count
+
+    def __del__(self):
+        if self.count:
+            self.device.held -= self.count
+            self.device.call("cuMemFree_v2", self.pointer)
+
+    def numel(self):
+        return self.count
+
+    def clone(self):
+        return Piece(self.device, self.count)
+
+    def __mul__(self, _):
+        return self.clone()
+
+    def __getitem__(self, _):
+        return self
+
+    def add_(self, _):
+        return self
+
+    copy_ = add_
+
+
+class Simulated:
+    """A simulated driver. Its framework gives back at once what is not used, and knows no gradients."""
+
+    unit, row, name = 1 << 20, 1024, "simulated"
+
+    def __init__(self):
+        self.torch, self.driver = types.SimpleNamespace(cuda=None), ctypes.CDLL("libcuda.so.1")
+        self.held, self.unlisted, self.outside = 0, 0.0, []
+        context = ctypes.c_void_p()
+        self.call("cuInit", ctypes.c_uint(0))
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(0))
+        self.call("cuCtxSetCurrent", context)
+
+    call = Cuda.call
+
+    def tensor(self, size):
+        return Piece(self, max(int(size * self.unit), 1))
+
+    def settle(self):
+        pass
+
+    trim = settle
+
+    def numbers(self):
+        return self.held, self.held
+
+    def capture(self, work):
+        return self.settle, work(), None
+
+    def raw(self, how, size):
+        getattr(Cuda, f"_{how}")  # a call that the real one lacks shows here as well
+        self.outside.append(POINTER())
+        self.call("cuMemAlloc_v2", ctypes.byref(self.outside[-1]), SIZE(int(size * self.unit)))
+
+
 def resident():
     """Anonymous memory of this process in bytes."""
     with open("/proc/self/status", encoding="utf-8") as file:
@@ -196,4 +265,4 @@ def runtime():
     return ctypes.CDLL(found.group(1) if found else "libcudart.so")
 
 
-DEVICES = {"cuda": Cuda, "cpu": Pretended}
+DEVICES = {"cuda": Cuda, "cpu": Pretended, "simulated": Simulated}
