@@ -5,6 +5,7 @@ Nobody is restarted (`DryRun`), so that each lives its story to its end.
 """
 
 import os
+import subprocess
 import sys
 import time
 
@@ -17,7 +18,7 @@ import variants  # noqa: E402
 
 SPEED = 68  # so many times as fast as the clock
 CAPACITY = variants.CAPACITY * MIB
-PORT = 9500  # of the first pod's endpoint; all share the machine's network
+PORT = 9500  # of the pods' endpoints, each at its own address
 START = 80  # seconds in which programs come up
 LIMIT = 290  # seconds for all of it
 LEAD = 10  # minutes of the story: an act that comes later comes too late
@@ -45,8 +46,8 @@ def policy():
 class Watched:
     """A program in its pod, and what was seen of it. Times are of the clock."""
 
-    def __init__(self, variant, port):
-        self.variant, self.port, self.app = variant, port, variant.name
+    def __init__(self, variant):
+        self.variant, self.app = variant, variant.name
         self.pod, self.job, self.begun, self.ended, self.ending = None, None, None, None, None
         self.peak, self.restarts = 0, 0
         self.stages = {}  # (memory, stage) -> when the agent's page first showed it
@@ -83,17 +84,24 @@ class Watched:
 
 
 def start(cluster, programs):
-    """Pods first, then in each its program, as soon as it runs."""
+    """Pods first, then in each its program, as soon as it runs; what answers at their addresses."""
     kind = "cuda" if cluster.backend == "torch" else "simulated"
     for one in programs:
-        cluster.create(one.app, annotations={"highwater.dev/metrics": str(one.port)})
+        cluster.create(one.app, own_address=True, annotations={"highwater.dev/metrics": str(PORT)})
     for one in programs:
         try:
             one.pod = cluster.running(one.app)
-            one.job = cluster.start(one.app, "story", "leaks_case.py", one.app, one.port, SPEED, kind, "/control/story",
+            one.job = cluster.start(one.app, "story", "leaks_case.py", "run", one.app, SPEED, kind, "/control/story",
                                     OMP_NUM_THREADS=1, MALLOC_MMAP_THRESHOLD_=1048576, **one.variant.environment)
         except (Failed, ApiError) as error:
             one.end(f"did not start: {error}"[:160], time.monotonic())
+    served = [f"{address(cluster, one)}={cluster.folder(one.app)}/story" for one in programs if one.pod]
+    command = [sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "leaks_case.py"), "serve", str(PORT)]
+    return subprocess.Popen([*command, *served], stdin=subprocess.DEVNULL)
+
+
+def address(cluster, one):
+    return until(f"the pod of {one.app} has an address", 20, lambda: cluster.pod(one.app)["status"].get("podIP"))
 
 
 def remove(cluster, programs):
@@ -241,10 +249,11 @@ def check(report, nvml, cluster):
     begun, names = time.monotonic(), CHOSEN
     if cluster.backend != "torch":
         names = [name for name in CHOSEN if variants.BY_NAME[name].kind not in NEED_TORCH]
-    programs = [Watched(variants.BY_NAME[name], PORT + number) for number, name in enumerate(names)]
+    programs = [Watched(variants.BY_NAME[name]) for name in names]
     cluster.policy("leaks", policy())
+    server = None
     try:
-        start(cluster, programs)
+        server = start(cluster, programs)
         watch(nvml, cluster, programs, begun + LIMIT)
         up = [one.begun - begun for one in programs if one.begun is not None]
         report.say(f"      leaks: {len(up)} of {len(programs)} programs are up, the last after {max(up, default=0):.0f} s; each may "
@@ -253,5 +262,8 @@ def check(report, nvml, cluster):
         table(report, programs)
         judge(report, programs)
     finally:
+        if server:
+            server.kill()
+            server.wait()
         remove(cluster, programs)
         cluster.without_policy("leaks")

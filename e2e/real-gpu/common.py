@@ -326,8 +326,10 @@ class Cluster:
         self.create(name, size, **how)
         return self.running(name, size, how.get("guard", False))
 
-    def create(self, name, size=None, stubborn=False, guard=False, told=False, labels=None, annotations=None):
-        """Makes such a Deployment. `told`: it has a volume for the pressure file."""
+    def create(self, name, size=None, stubborn=False, guard=False, told=False, labels=None, annotations=None,
+               own_address=False):
+        """Makes such a Deployment. `told`: it has a volume for the pressure file. `own_address`: it
+        does not share the machine's network; nothing in it can be reached then."""
         shutil.rmtree(self.folder(name), ignore_errors=True)
         os.makedirs(self.folder(name))
         if size is None:
@@ -360,7 +362,7 @@ class Cluster:
             "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name, "namespace": NAMESPACE},
             "spec": {"replicas": 1, "selector": {"matchLabels": {"app": name}}, "template": {
                 "metadata": {"labels": labels, "annotations": annotations or {}},
-                "spec": {"hostNetwork": True, "dnsPolicy": "Default", "terminationGracePeriodSeconds": 20,
+                "spec": {"hostNetwork": not own_address, "dnsPolicy": "Default", "terminationGracePeriodSeconds": 20,
                          "automountServiceAccountToken": False, "containers": [container], "volumes": volumes}}}})
 
     def running(self, name, size=None, guard=False):

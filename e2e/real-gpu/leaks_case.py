@@ -1,10 +1,8 @@
-"""What runs in the pods of check_leaks.py: a program of leaks/, and beside it an endpoint that says of the program what a
-framework would say of itself.
+"""A program of leaks/ in a pod, and the endpoint that says of it what a framework would say of itself.
 
-    leaks_case.py VARIANT PORT SPEED DEVICE FOLDER
-
-Prints a line of JSON when the story begins and one when it ended; times are of the clock that all processes of the machine
-share.
+    leaks_case.py run VARIANT SPEED DEVICE FOLDER    in the pod: prints a line of JSON when the story begins and one when it
+                                                     ended, with times of the clock that all processes of the machine share
+    leaks_case.py serve PORT ADDRESS=FOLDER ...      beside the pods: answers at each pod's address (own_address.py)
 """
 
 import json
@@ -26,8 +24,12 @@ def say(**what):
     print(json.dumps({"at": time.monotonic(), **what}), flush=True)
 
 
-def page(slot):
+def page(folder):
     """The program's numbers, once it is up."""
+    try:
+        slot = Slot(f"{folder}/slots", 0)
+    except (OSError, ValueError):
+        return ""
     state, allocated, reserved, work, replays, _ = slot.read()
     if state != Slot.READY:
         return ""
@@ -35,12 +37,15 @@ def page(slot):
             f"highwater_work_total {work:.0f}\nhighwater_graph_replays_total {replays:.0f}\n")
 
 
-def serve(slot, port):
-    """A process of its own answers, however busy the program is."""
+class Server(ThreadingHTTPServer):
+    def handle_error(self, *_):
+        """Who asked did not wait: it asks again."""
 
+
+def serve(port, address, folder):
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            body = page(slot).encode()
+            body = page(folder).encode()
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4")
             self.send_header("Content-Length", str(len(body)))
@@ -50,18 +55,15 @@ def serve(slot, port):
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("", port), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=Server((address, port), Handler).serve_forever).start()
 
 
-def main():
-    name, port, speed, kind, folder = sys.argv[1:]
+def run(name, speed, kind, folder):
     variant = variants.BY_NAME[name]
     os.makedirs(folder)
     with open(f"{folder}/slots", "wb") as file:
         file.write(bytes(Slot.SIZE))
     slot = Slot(f"{folder}/slots", 0)
-    serve(slot, int(port))
     command = [sys.executable, f"{HERE}/programs.py", name, str(variant.ranks - 1), folder, "0", speed, kind]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     while slot.read()[0] != Slot.READY and process.poll() is None:
@@ -73,6 +75,16 @@ def main():
         os.rename(f"{folder}/begin.new", f"{folder}/begin")
         say(begun=at)
     say(ended=process.wait())
+
+
+def main():
+    command, *rest = sys.argv[1:]
+    if command == "run":
+        run(*rest)
+        return
+    port, *pods = rest
+    for pod in pods:
+        serve(int(port), *pod.split("=", 1))
 
 
 if __name__ == "__main__":

@@ -355,7 +355,10 @@ snapshotter() {
 }
 
 start_containerd() {
-    echo '{"cniVersion":"1.0.0","name":"host","plugins":[{"type":"loopback"}]}' >"$work/cni/10-loopback.conflist"
+    cp "$here/own_address.py" "$bin/own-address"
+    chmod 755 "$bin/own-address"
+    printf '{"cniVersion":"1.0.0","name":"host","plugins":[{"type":"own-address","numbers":"%s"}]}\n' \
+        "$work/addresses" >"$work/cni/10-own-address.conflist"
     cat >"$work/containerd.toml" <<END
 version = 2
 root = "$work/containerd"
