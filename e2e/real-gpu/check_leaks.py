@@ -19,6 +19,7 @@ import variants  # noqa: E402
 SPEED = 68  # so many times as fast as the clock
 CAPACITY = variants.CAPACITY * MIB
 PORT = 9500  # of the pods' endpoints, each at its own address
+STAGGER = 0.3  # seconds from the start of one program to the next
 START = 80  # seconds in which programs come up
 LIMIT = 290  # seconds for all of it
 LEAD = 10  # minutes of the story: an act that comes later comes too late
@@ -84,20 +85,25 @@ class Watched:
 
 
 def start(cluster, programs):
-    """Pods first, then in each its program, as soon as it runs; what answers at their addresses."""
+    """Pods first, then what answers at their addresses, then in each pod its program. The process that answers."""
     kind = "cuda" if cluster.backend == "torch" else "simulated"
+    served = []
     for one in programs:
         cluster.create(one.app, own_address=True, annotations={"highwater.dev/metrics": str(PORT)})
     for one in programs:
         try:
             one.pod = cluster.running(one.app)
-            one.job = cluster.start(one.app, "story", "leaks_case.py", "run", one.app, SPEED, kind, "/control/story",
-                                    OMP_NUM_THREADS=1, MALLOC_MMAP_THRESHOLD_=1048576, **one.variant.environment)
+            served.append(f"{address(cluster, one)}={cluster.folder(one.app)}/story")
         except (Failed, ApiError) as error:
             one.end(f"did not start: {error}"[:160], time.monotonic())
-    served = [f"{address(cluster, one)}={cluster.folder(one.app)}/story" for one in programs if one.pod]
     command = [sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "leaks_case.py"), "serve", str(PORT)]
-    return subprocess.Popen([*command, *served], stdin=subprocess.DEVNULL)
+    server = subprocess.Popen([*command, *served], stdin=subprocess.DEVNULL)
+    for one in programs:
+        if one.ending is None:
+            one.job = cluster.start(one.app, "story", "leaks_case.py", "run", one.app, SPEED, kind, "/control/story",
+                                    OMP_NUM_THREADS=1, MALLOC_MMAP_THRESHOLD_=1048576, **one.variant.environment)
+            time.sleep(STAGGER)
+    return server
 
 
 def address(cluster, one):
@@ -219,7 +225,7 @@ def judge(report, programs):
     missed = [f"{one.app} (suspect {minutes(one.first(SUSPECT))}, act {minutes(one.first(ACT))}, "
               f"end {minutes(one.minute(one.ended))}, incident {'Act' if 'Act' in one.told else sorted(one.told) or 'none'})"
               for one in leaks if one not in found]
-    report.claim(len(found) == len(leaks), f"leaks: each is found, an act due {LEAD} minutes or more before its end",
+    report.claim(len(found) == len(leaks), f"leaks: an act is due {LEAD} minutes or more before each end",
                  f"{len(found)} of {len(leaks)}" + (f", {leads[0]:.0f} to {leads[-1]:.0f} minutes before it" if leads else "")
                  + (": " + ", ".join(f"{one.app} {one.lead:.0f}" for one in found) if found else "")
                  + (f"; not: {', '.join(missed)}" if missed else ""))
@@ -229,7 +235,7 @@ def judge(report, programs):
     lived = [one for one in right if one.begun is not None and one.peak]
     touched = [one.app for one in programs if one.restarts]
     report.claim(not acted and len(lived) == len(right) and not touched, "leaks: what uses much rightly is left alone",
-                 f"{len(right) - len(acted)} of {len(right)} without an act; suspected for a while: {', '.join(suspected) or 'none'}"
+                 f"{len(right) - len(acted)} of {len(right)} without an act; suspected: {', '.join(suspected) or 'none'}"
                  + (f"; acted on: {', '.join(one.app for one in acted)}" if acted else "")
                  + (f"; restarted: {', '.join(touched)}" if touched else "; nobody restarted"))
     named = [one for one in leaks if one.mode == MODES[one.variant.kind]]
@@ -256,8 +262,8 @@ def check(report, nvml, cluster):
         server = start(cluster, programs)
         watch(nvml, cluster, programs, begun + LIMIT)
         up = [one.begun - begun for one in programs if one.begun is not None]
-        report.say(f"      leaks: {len(up)} of {len(programs)} programs are up, the last after {max(up, default=0):.0f} s; each may "
-                   f"come to {mib(CAPACITY)}; {variants.MINUTES} minutes of each story, {SPEED} times as fast as the clock; "
+        report.say(f"      leaks: {len(up)} of {len(programs)} programs are up, the last after {max(up, default=0):.0f} s; each "
+                   f"may come to {mib(CAPACITY)}; {variants.MINUTES} minutes of each story, {SPEED} times as fast as the clock; "
                    f"their numbers read: {scrapes()}")
         table(report, programs)
         judge(report, programs)
