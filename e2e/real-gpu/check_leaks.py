@@ -220,15 +220,19 @@ def judge(report, programs):
     odd = [f"{one.app} {one.ending}" for one in programs if not one.is_told]
     report.claim(not odd, "leaks: every program lives its story",
                  f"{len(programs) - len(odd)} of {len(programs)}" + "".join(f"; {what}" for what in odd))
-    found = [one for one in leaks if one.lead is not None and one.lead >= LEAD and "Act" in one.told]
+    found = [one for one in leaks if one.lead is not None and one.lead >= LEAD and one.told]
     leads = sorted(one.lead for one in found)
     missed = [f"{one.app} (suspect {minutes(one.first(SUSPECT))}, act {minutes(one.first(ACT))}, "
-              f"end {minutes(one.minute(one.ended))}, incident {'Act' if 'Act' in one.told else sorted(one.told) or 'none'})"
+              f"end {minutes(one.minute(one.ended))}, {len(one.told)} stages told)"
               for one in leaks if one not in found]
     report.claim(len(found) == len(leaks), f"leaks: an act is due {LEAD} minutes or more before each end",
                  f"{len(found)} of {len(leaks)}" + (f", {leads[0]:.0f} to {leads[-1]:.0f} minutes before it" if leads else "")
                  + (": " + ", ".join(f"{one.app} {one.lead:.0f}" for one in found) if found else "")
                  + (f"; not: {', '.join(missed)}" if missed else ""))
+    said = [one for one in found if "Act" in one.told]
+    report.claim(len(said) == len(found) > 0, "leaks: the incident is raised to act as well",
+                 f"{len(said)} of {len(found)}"
+                 + "".join(f"; {one.app} stays at {'/'.join(sorted(one.told))}" for one in found if one not in said))
     acted = [one for one in right if "Act" in one.told or one.first(ACT) is not None or one.first(ACT, "Host") is not None]
     suspected = [one.app for one in right if one not in acted and (one.told or one.stages)]
     # One that did not live would be left alone for nothing.
