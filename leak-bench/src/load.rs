@@ -2,9 +2,8 @@
 
 use std::f64::consts::TAU;
 
-use crate::random::Random;
+use crate::{number::DAY, random::Random};
 
-const DAY: f64 = 86_400.0;
 /// How fast the noise of the load forgets, in seconds.
 const MEMORY: f64 = 300.0;
 

@@ -101,7 +101,12 @@ fn main() -> anyhow::Result<ExitCode> {
                 "**Below is the even side, on which the detector was tuned: no result yet, only where tuning stands.**"
             }
         };
-        let text = format!("{}\n{side}\n\n{}", include_str!("preface.md"), report.markdown());
+        let text = format!(
+            "{}\n{side}\n\n{}{}",
+            include_str!("preface.md"),
+            report.markdown(),
+            include_str!("tried.md")
+        );
         std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
     }
     Ok(report.finish())

@@ -5,6 +5,13 @@ pub(crate) const MIB: f64 = 1_048_576.0;
 /// One gibibyte, in bytes.
 pub(crate) const GIB: f64 = 1024.0 * MIB;
 
+/// One minute, in seconds.
+pub(crate) const MINUTE: f64 = 60.0;
+/// One hour, in seconds.
+pub(crate) const HOUR: f64 = 60.0 * MINUTE;
+/// One day, in seconds.
+pub(crate) const DAY: f64 = 24.0 * HOUR;
+
 /// A count as a real number; exact below 2^32, and no bench counts further.
 pub(crate) fn real(count: usize) -> f64 {
     u32::try_from(count).map_or(f64::from(u32::MAX), f64::from)

@@ -12,13 +12,11 @@ use crate::{
     disturb,
     load::Load,
     noise::Noise,
-    number::{GIB, MIB, real, whole},
+    number::{DAY, GIB, HOUR, MIB, real, whole},
     random::Random,
     series::{Point, Series, Truth},
 };
 
-const HOUR: f64 = 3600.0;
-const DAY: f64 = 24.0 * HOUR;
 /// No series is longer, in seconds.
 const LONGEST: f64 = 100.0 * HOUR;
 

@@ -5,11 +5,10 @@
 
 use std::f64::consts::TAU;
 
-use crate::random::Random;
-
-const MINUTE: f64 = 60.0;
-const HOUR: f64 = 60.0 * MINUTE;
-const DAY: f64 = 24.0 * HOUR;
+use crate::{
+    number::{DAY, HOUR, MINUTE},
+    random::Random,
+};
 
 /// A kind of right use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -110,7 +110,7 @@ pub(super) fn declared_bar(settings: &Settings, declared: Option<u64>, capacity:
 }
 
 /// What the present numbers come to.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Outlook {
     /// Slope in bytes an hour.
     pub slope: Interval<f64>,
@@ -141,14 +141,14 @@ pub(super) struct Outlook {
 
 impl Outlook {
     /// The same, but for what the last minutes say.
-    fn of(rise: &Rise, scales: Self) -> Self {
+    fn with(self, rise: &Rise) -> Self {
         Self {
             slope: rise.slope,
             class: Class::Linear,
             exhaustion: Some(rise.exhaustion),
             growth: rise.growth,
             over: rise.over,
-            ..scales
+            ..self
         }
     }
 }
@@ -165,7 +165,7 @@ pub(super) fn decide(detector: &mut Detector, now: Millis) -> Option<Finding> {
         && let Some(rise) = rise
         && rises_to_the_end(detector, &rise)
     {
-        let outlook = Outlook::of(&rise, outlook(detector));
+        let outlook = outlook(detector).with(&rise);
         detector.live.alarm.level = Level::Act;
         return Some(finding(detector, now, (FindingKind::Act, Rule::RateOfRise), &outlook, Some(rise)));
     }

@@ -40,7 +40,7 @@ struct Jump {
 /// The last jumps of a life.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Jumps {
-    jumps: [Jump; KEPT],
+    latest: [Jump; KEPT],
     len: u32,
     /// The block before the first of this run of jumps,
     since: u32,
@@ -76,11 +76,11 @@ impl Expected {
 
 impl Jumps {
     fn kept(&self) -> &[Jump] {
-        self.jumps.get(..usize::try_from(self.len).unwrap_or(0)).unwrap_or_default()
+        self.latest.get(..usize::try_from(self.len).unwrap_or(0)).unwrap_or_default()
     }
 
-    /// Takes the floor of a block; a jump is of at least `least` units.
-    pub(super) fn push(&mut self, number: u32, floor: u32, least: u32) {
+    /// Takes the floor of a block; a jump is of at least `size` units.
+    pub(super) fn push(&mut self, number: u32, floor: u32, size: u32) {
         let Some((before, height)) = self.last.replace((number, floor)) else { return };
         // What came down below the middle of a jump takes it back.
         while self.kept().last().is_some_and(|jump| floor < jump.from.midpoint(jump.to)) {
@@ -88,14 +88,14 @@ impl Jumps {
         }
         let rise = floor.saturating_sub(height);
         let largest = self.kept().iter().map(|j| j.to.saturating_sub(j.from)).max().unwrap_or(0);
-        if rise < least.max(largest / SMALL).max(1) {
+        if rise < size.max(largest / SMALL).max(1) {
             return;
         }
         if self.kept().iter().any(|jump| jump.to.saturating_sub(jump.from) < rise / SMALL) {
             self.drop_below(rise / SMALL);
         }
         let place = usize::try_from(self.len).unwrap_or(0);
-        if let Some(last) = place.checked_sub(1).and_then(|at| self.jumps.get_mut(at))
+        if let Some(last) = place.checked_sub(1).and_then(|at| self.latest.get_mut(at))
             && last.at.saturating_add(1) == before
         {
             // The same one, seen in two blocks.
@@ -107,12 +107,12 @@ impl Jumps {
             (self.since, self.seen) = (before, 0);
         }
         self.seen = self.seen.saturating_add(1);
-        if let Some(slot) = self.jumps.get_mut(place) {
+        if let Some(slot) = self.latest.get_mut(place) {
             *slot = jump;
             self.len += 1;
         } else {
-            self.jumps.rotate_left(1);
-            let [.., last] = &mut self.jumps;
+            self.latest.rotate_left(1);
+            let [.., last] = &mut self.latest;
             *last = jump;
         }
     }
@@ -122,7 +122,7 @@ impl Jumps {
         let mut left = Self { last: self.last, since: self.since, ..Self::default() };
         for jump in self.kept().iter().filter(|jump| jump.to.saturating_sub(jump.from) >= size) {
             let place = usize::try_from(left.len).unwrap_or(0);
-            if let Some(slot) = left.jumps.get_mut(place) {
+            if let Some(slot) = left.latest.get_mut(place) {
                 (*slot, left.len, left.seen) = (*jump, left.len + 1, left.seen + 1);
                 left.since = if place == 0 { jump.at } else { left.since };
             }
