@@ -15,8 +15,8 @@ use std::{
 
 use highwater_crds::{
     Action, ActionType, BreakerScope, ByteSize, DecisionState, Evidence, GpuMemoryIncident,
-    GpuMemoryIncidentSpec, IncidentKind, LeakFinding, Mode, Observation, ObservationState, Proposal, Subject,
-    names,
+    GpuMemoryIncidentSpec, IncidentKind, LeakFinding, LeakStage, Mode, Observation, ObservationState,
+    Proposal, Subject, names,
 };
 use highwater_policy::{
     breaker,
@@ -464,7 +464,11 @@ impl Episodes {
             let there = world.incidents.values().filter(|i| is_open(i) && is_leak(i.spec.kind) == leaks);
             there.count() + self.creating.iter().filter(|(key, _)| is_leak(key.kind) == leaks).count()
         });
-        for running in self.running.values_mut() {
+        // What is due finds a place before what is only suspected.
+        let mut running: Vec<&mut Running> = self.running.values_mut().collect();
+        let is_due = |leak: &LeakFinding| leak.stage == LeakStage::Act;
+        running.sort_by_key(|running| !running.draft.evidence.leak.as_ref().is_some_and(is_due));
+        for running in running {
             // Suspicions stand for days: they take no room from what must be acted on now.
             let [others, leaks] = &mut open;
             let (open, most) = if is_leak(running.key.kind) {

@@ -93,8 +93,9 @@ pub(crate) fn not_due(view: &View<'_>, now: Timestamp) -> Option<Step> {
     if view.spec.kind != IncidentKind::Leak {
         return None;
     }
+    // It may stand for days, longer than an agent is away: the next one goes on with it.
     if let Some(gone) = agent_gone(view) {
-        return Some(Step::Record(gone, None));
+        return Some(watch(view, LEAK_SUSPECTED, gone.message, LOOK_AGAIN));
     }
     let Some(finding) = latest(view.spec, view.observation) else {
         let message = format!("the agent on {} does not say how it stands with the leak", view.spec.node);

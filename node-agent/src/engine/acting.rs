@@ -218,7 +218,10 @@ impl Engine {
     /// A framework's numbers were read, or not.
     pub(crate) fn scraped(&mut self, scraped: Scraped) {
         let (now, _) = self.now();
-        if let Some(notice) = self.leaks.scraped(scraped, now) {
+        let (pod, anywhere): (Arc<str>, Arc<str>) = (Arc::clone(&scraped.target.pod), "".into());
+        if let Some(notice) = self.leaks.scraped(scraped, now)
+            && self.told.is_news(&pod, &anywhere, "framework", now)
+        {
             (self.submit)(Job::Tell(notice));
         }
     }

@@ -43,6 +43,10 @@ impl Episodes {
             };
             Running::new(draft.spec(IncidentKind::Leak, &rule.policy, None))
         });
+        if running.incident.is_none() {
+            // It waits for a place: what is known when it is opened is what it says.
+            running.draft.evidence.leak = Some(finding.clone());
+        }
         let incident = running.incident.clone();
         if finding.stage == LeakStage::Act && stand.mode == Mode::Enforce {
             let hook = rule.value.actions.iter().find(|action| action.type_ == ActionType::Hook);

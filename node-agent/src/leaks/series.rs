@@ -145,7 +145,7 @@ impl Series {
 
     /// Goes on with what an earlier agent thought.
     pub(super) fn resume(&mut self, at: Millis, wall: Timestamp) {
-        (self.renewed, self.sampled, self.measured) = (at, at, Some(at));
+        (self.renewed, self.sampled) = (at, at);
         self.resumed = Some(at);
         self.finding = self.detector.present(at).and_then(|finding| self.told(&finding, wall));
     }

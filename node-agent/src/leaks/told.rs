@@ -51,7 +51,8 @@ impl Leaks {
                 worst = Some(series);
             }
             // Host memory need not be readable for a device to be known.
-            let unknown = series.of.memory == LeakMemory::Device && !series.is_known(at);
+            let known = series.is_known(at) && series.is_measured();
+            let unknown = series.of.memory == LeakMemory::Device && !known;
             seen = match seen {
                 _ if unknown => Some(Seen::Unknown),
                 None => Some(Seen::Calm),

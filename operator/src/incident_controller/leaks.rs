@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use highwater_crds::{
-    ActionType, GpuMemoryIncident, GpuMemoryIncidentSpec, IncidentKind, Leaks, Mode, Observation,
+    ActionType, GpuMemoryIncident, GpuMemoryIncidentSpec, IncidentKind, LeakClass, Leaks, Mode, Observation,
     ObservationState,
 };
 use highwater_policy::{
@@ -149,6 +149,11 @@ pub(crate) fn wake_siblings(ctx: &Context, incident: &GpuMemoryIncident) {
     };
     let decision = |i: &GpuMemoryIncident| i.status.as_ref().and_then(|s| s.decision.clone());
     if incident.spec.kind != IncidentKind::Leak {
+        return;
+    }
+    // What levels off is on no ticket with anybody; replicas whose caches fill are many.
+    let observation = incident.status.as_ref().and_then(|s| s.observation.as_ref());
+    if latest(&incident.spec, observation).is_some_and(|found| found.class == LeakClass::Saturating) {
         return;
     }
     let Some(own) = workload(incident) else { return };

@@ -284,7 +284,10 @@ proptest! {
         // Nothing is begun while the clocks do not go together, and nothing that was begun goes on for ever.
         let waits = matches!(world.state(), None | Some(DecisionState::Proposed)) && (by_hand || !world.together(survivor));
         prop_assert!(world.deleted || waits || world.state().is_some_and(DecisionState::is_final), "{world:?}");
-        prop_assert!(world.annotation.is_none(), "left behind: {world:?}");
-        prop_assert_eq!(world.unschedulable, by_hand, "{:?}", world);
+        // A cordon whose operator died before it wrote of it stands behind an incident that waits for
+        // clocks to be set right: that is said, and is not over.
+        let not_over = world.state() == Some(DecisionState::Proposed) && !world.deleted && !world.together(survivor);
+        prop_assert!(not_over || world.annotation.is_none(), "left behind: {world:?}");
+        prop_assert!(not_over || world.unschedulable == by_hand, "{world:?}");
     }
 }

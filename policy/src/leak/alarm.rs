@@ -248,15 +248,23 @@ fn jumps_to_the_end(detector: &Detector) -> Option<Outlook> {
 pub(super) fn present(detector: &Detector, now: Millis) -> Option<Finding> {
     let kind = match detector.live.alarm.level {
         Level::Calm => return None,
-        Level::Suspect => FindingKind::Suspect,
-        Level::Act => FindingKind::Act,
+        Level::Act if still_high(detector, now) => FindingKind::Act,
+        Level::Suspect | Level::Act => FindingKind::Suspect,
     };
     let rise = last_minutes(detector);
     let (rule, outlook) = match rise.as_ref().filter(|rise| rise.alarming) {
-        Some(rise) => (Rule::RateOfRise, Outlook::of(rise, outlook(detector))),
+        Some(rise) => (Rule::RateOfRise, outlook(detector).with(rise)),
         None => (Rule::Trend, outlook(detector)),
     };
     Some(finding(detector, now, (kind, rule), &outlook, rise))
+}
+
+/// Whether an act that became due is so still, as far as memory goes: what was freed since, or not
+/// seen for a while, is no reason to restart anybody. The lowest mark counts, so that an act that
+/// waits for its turn does not come and go.
+fn still_high(detector: &Detector, now: Millis) -> bool {
+    let high = |capacity| float(bytes(detector.live.envelope.level())) > mark(detector, capacity, true);
+    detector.decides(now) && detector.live.capacity.is_some_and(high)
 }
 
 /// The rise of the last minutes, if there is one.

@@ -133,6 +133,11 @@ impl Detector {
         alarm::present(self, now)
     }
 
+    /// Whether enough was seen since the last gap to decide anything.
+    pub(super) fn decides(&self, now: Millis) -> bool {
+        now.0 >= self.live.hold_until
+    }
+
     /// What healthy lives look like.
     pub fn profile(&self) -> &Profile {
         &self.profile

@@ -33,10 +33,14 @@ pub struct Ended {
     pub out_of_memory: bool,
 }
 
-/// The containers of a pod, in the order of their names.
+/// The containers of a pod that ask for a GPU, or all where none does, in the order of their names: a
+/// container beside them that is started anew ends no life on the device.
 pub(super) fn containers(pod: &Pod) -> Vec<ContainerFacts> {
     let statuses = pod.status.as_ref().and_then(|s| s.container_statuses.as_deref()).unwrap_or_default();
-    let mut containers: Vec<ContainerFacts> = statuses.iter().map(container).collect();
+    let spec = pod.spec.iter().flat_map(|spec| &spec.containers);
+    let asking: Vec<&str> = spec.filter(|c| asks_for_gpu(c)).map(|c| c.name.as_str()).collect();
+    let counts = |status: &&ContainerStatus| asking.is_empty() || asking.contains(&status.name.as_str());
+    let mut containers: Vec<ContainerFacts> = statuses.iter().filter(counts).map(container).collect();
     containers.sort_by(|a, b| a.name.cmp(&b.name));
     containers
 }
