@@ -211,9 +211,13 @@ mod tests {
     fn the_one_that_was_suspected_first_tells_though_the_others_come_to_the_ticket_before() {
         let mut members = three(|_| {});
         let first = members.iter().map(|m| m.incident.clone()).min().unwrap();
-        members.iter_mut().for_each(|m| m.ticketed = m.incident != first);
+        for member in &mut members {
+            member.ticketed = member.incident != first;
+        }
         assert!(ticket(&members, &first, AGES).unwrap().tells);
-        members.iter_mut().for_each(|m| m.ticketed = true);
+        for member in &mut members {
+            member.ticketed = true;
+        }
         assert!(!ticket(&members, &first, AGES).unwrap().tells, "once");
     }
 
