@@ -175,6 +175,8 @@ pub(crate) async fn hold(
         tokio::select! {
             biased;
             () = end.as_mut(), if ending.is_none() => {
+                // It may have ended at the same moment.
+                look_for_predecessor(&mut holder, &mut lock, place);
                 if holder.offer() {
                     let busy = !holder.parks.is_quiet();
                     ending = Some(Instant::now() + if busy { UNDOING } else { ENDING });
@@ -211,11 +213,7 @@ pub(crate) async fn hold(
             Some(()) = predecessors_end.recv() => holder.predecessor = false,
             _ = tick.tick() => {
                 pulse.send_replace(Pulse::now(Phase::Holding));
-                if lock.is_none() {
-                    lock = take_lock(place);
-                    // Whoever had it is gone, and closed what it had.
-                    holder.predecessor &= lock.is_none();
-                }
+                look_for_predecessor(&mut holder, &mut lock, place);
                 holder.on_tick();
                 if undoing && holder.parks.is_empty() {
                     return Ok(End::Terminated);
@@ -247,6 +245,15 @@ fn take_lock(place: &Place) -> Option<Lock> {
         warn!(%error, "cannot lock the keeper's directory");
         None
     })
+}
+
+/// Looks whether the keeper before this one still lives. Once its lock is to be had it is gone, and has
+/// closed what it had.
+fn look_for_predecessor(holder: &mut Holder<'_>, lock: &mut Option<Lock>, place: &Place) {
+    if lock.is_none() {
+        *lock = take_lock(place);
+        holder.predecessor &= lock.is_none();
+    }
 }
 
 async fn tell_end(predecessor: Predecessor, told: mpsc::Sender<()>) {
