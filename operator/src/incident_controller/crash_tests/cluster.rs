@@ -199,6 +199,12 @@ impl Cluster {
                 "status": {"conditions": [{"type": "Ready", "status": "True"}]}}),
             );
         }
+        for namespace in ["team", "hw"] {
+            cluster.put(
+                &format!("/api/v1/namespace-objects/{namespace}"),
+                json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}),
+            );
+        }
         for pod in ["a", "b", "c"] {
             cluster.put(&format!("{PODS}{pod}"), json!({"metadata": {"name": pod, "namespace": "team",
                     "uid": pod, "creationTimestamp": "2026-01-01T00:00:00Z", "ownerReferences": [

@@ -1,6 +1,9 @@
 //! One operator, its calls, and the news that its watches would bring.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, Weak},
+};
 
 use axum::http::{Request, Response};
 use kube::{
@@ -45,6 +48,8 @@ pub(super) struct Operator(Arc<Inner>);
 struct Inner {
     ctx: Context,
     writers: Mutex<Writers>,
+    /// The versions of what was heard last, by the paths that a store has.
+    heard: Mutex<HashMap<&'static str, Vec<(String, Value)>>>,
     learnt: watch::Sender<Arc<Known>>,
     _leads: watch::Sender<bool>,
 }
@@ -63,7 +68,8 @@ impl Operator {
         let client = Client::new(service, "default");
         let (ctx, Ends { writers, leads, learnt, .. }) = Context::new(client, "hw".into()).unwrap();
         leads.send_replace(true);
-        let inner = Arc::new(Inner { ctx, writers: Mutex::new(writers), learnt, _leads: leads });
+        let heard = Mutex::default();
+        let inner = Arc::new(Inner { ctx, writers: Mutex::new(writers), heard, learnt, _leads: leads });
         assert!(own.set(Arc::downgrade(&inner)).is_ok());
         Self(inner)
     }
@@ -105,22 +111,29 @@ fn is_no_surprise(error: &Error) {
 
 impl Inner {
     fn hear(&self, cluster: &Cluster) {
-        let all = |prefix: &str| -> Vec<Value> {
+        let mut heard = self.heard.lock().unwrap();
+        let mut news = |prefix: &'static str| -> Option<Vec<Value>> {
             let objects = cluster.objects.iter().filter(|(path, _)| path.starts_with(prefix));
-            objects.map(|(_, object)| object.clone()).collect()
+            let (versions, objects): (Vec<_>, Vec<_>) = objects
+                .map(|(path, object)| ((path.clone(), object["metadata"]["resourceVersion"].clone()), object))
+                .unzip();
+            let before = heard.insert(prefix, versions.clone());
+            (before != Some(versions)).then(|| objects.into_iter().cloned().collect())
         };
         let mut writers = self.writers.lock().unwrap();
         let w = &mut *writers;
-        fill(&mut w.nodes, all("/api/v1/nodes/"));
-        fill(&mut w.pods, all(PODS));
-        fill(&mut w.plans, all("/gmn/"));
-        fill(&mut w.policies, all("/policy/"));
-        fill(&mut w.incidents, all(INCIDENT));
-        fill(&mut w.ledger, all("/api/v1/namespaces/hw/configmaps/"));
-        let namespaces =
-            ["team", "hw"].map(|n| json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": n}}));
-        fill(&mut w.namespaces, namespaces.to_vec());
-        policy_controller::learn(&self.ctx, &self.learnt);
+        let plans = [
+            fill(&mut w.nodes, news("/api/v1/nodes/")),
+            fill(&mut w.plans, news("/gmn/")),
+            fill(&mut w.policies, news("/policy/")),
+            fill(&mut w.namespaces, news("/api/v1/namespace-objects/")),
+        ];
+        fill(&mut w.pods, news(PODS));
+        fill(&mut w.incidents, news(INCIDENT));
+        fill(&mut w.ledger, news("/api/v1/namespaces/hw/configmaps/"));
+        if plans.contains(&true) {
+            policy_controller::learn(&self.ctx, &self.learnt);
+        }
     }
 }
 
@@ -175,16 +188,19 @@ async fn request_of(
     Ok(Response::builder().status(status).body(Body::from(answer.to_string().into_bytes())).unwrap())
 }
 
-fn fill<K>(writer: &mut Writer<K>, objects: Vec<Value>)
+/// Brings a store to these objects, if there is news of them.
+fn fill<K>(writer: &mut Writer<K>, news: Option<Vec<Value>>) -> bool
 where
     K: kube::runtime::reflector::Lookup + DeserializeOwned + Clone + 'static,
     K::DynamicType: Eq + std::hash::Hash + Clone,
 {
+    let Some(objects) = news else { return false };
     writer.apply_watcher_event(&Event::Init);
     for object in objects {
         writer.apply_watcher_event(&Event::InitApply(serde_json::from_value(object).unwrap()));
     }
     writer.apply_watcher_event(&Event::InitDone);
+    true
 }
 
 pub(super) fn lock(cluster: &Mutex<Cluster>) -> MutexGuard<'_, Cluster> {
