@@ -1598,7 +1598,7 @@ mod tests {
                     since: MicroTime(wall),
                     workload: None,
                     budgets: Vec::new(),
-                    acted_at: None,
+                    acted_at: (state == DecisionState::Verifying).then_some(MicroTime(wall)),
                     targets: Vec::new(),
                 }),
             });
@@ -2269,6 +2269,33 @@ mod tests {
             answers += bench.observed().len();
         }
         assert_eq!(answers, 1);
+    }
+
+    #[test]
+    fn an_observation_names_the_act_that_was_known_of_before_its_sample() {
+        let mut bench = Bench::new(&json!([layer("Enforce")]));
+        bench.sample(0, &[("a", 9)]);
+        bench.sample(300, &[("a", 9)]);
+        let incident = bench.created().remove(0);
+        bench.late = 50;
+        bench.decide(&incident, DecisionState::Verifying, "Evicted");
+        let named = |bench: &mut Bench| -> Vec<bool> {
+            let mut named = Vec::new();
+            for job in bench.jobs() {
+                if let Job::Observe(name, observation) = job {
+                    named.push(observation.after_act.is_some());
+                    bench.engine.done(done(What::Observe(name, observation)));
+                }
+            }
+            named
+        };
+        bench.sample(100, &[]);
+        assert_eq!(named(&mut bench), [false], "it was heard of after the sample");
+        bench.late = 0;
+        for _ in 0..30 {
+            bench.sample(100, &[]);
+        }
+        assert_eq!(named(&mut bench), [true]);
     }
 
     #[test]
