@@ -331,4 +331,3 @@ def reaction(report, nvml, cluster, total, pulses=80):
                  f"{len(taken)} times, {silent} without: median {taken[len(taken) // 2] * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms, most "
                  f"{taken[-1] * 1e3:.0f} ms, least {taken[0] * 1e3:.0f} ms; the wait for the sample, {INTERVAL * 1e3:.0f} ms at most, is "
                  f"part of it; it took {(lines[0]['had'] - lines[0]['asked']) * 1e3:.1f} ms to take {mib(size)}")
-
