@@ -216,6 +216,25 @@ async fn a_successor_takes_the_parks_over_and_an_end_for_good_brings_them_back()
 }
 
 #[tokio::test]
+async fn an_end_that_nobody_takes_over_brings_back_what_is_parked() {
+    let node = Node::start_as(SLOW);
+    let mut first = node.keeper().await;
+    let agent = first.connect().await;
+    let idle = node.free();
+    let _gpu = node.use_gpu(BYTES);
+    assert_eq!(agent.park(ask(&node)).await.unwrap().state, ParkState::Parked);
+    let mut second = node.keeper().await;
+    let stands_by = async || second.connect().await.status().await.is_ok_and(|s| s.standing_by == 1);
+    eventually("keeper that stands by", stands_by).await;
+    // It stands by, is asked, and never answers.
+    first.stop();
+    second.terminate();
+    assert!(second.wait().success());
+    assert_eq!(node.free(), idle - BYTES);
+    first.kill();
+}
+
+#[tokio::test]
 async fn an_agent_that_dies_finds_what_it_had_parked() {
     let node = Node::start_as(SLOW);
     let keeper = node.keeper().await;

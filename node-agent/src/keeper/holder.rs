@@ -71,6 +71,15 @@ pub(crate) enum End {
     Terminated,
 }
 
+/// What a keeper that was told to end still does.
+#[derive(Clone, Copy, Debug)]
+enum Ending {
+    /// A keeper that stands by was asked to take over.
+    Offered { until: Instant },
+    /// What is parked is brought back.
+    Undoing { until: Instant },
+}
+
 /// A request that waits for its answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Asker {
@@ -170,33 +179,17 @@ pub(crate) async fn hold(
 
     let mut tick = interval(TICK);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let (mut ending, mut undoing) = (None::<Instant>, false);
+    let mut ending = None::<Ending>;
     loop {
         tokio::select! {
             biased;
-            () = end.as_mut(), if ending.is_none() => {
-                // It may have ended at the same moment.
-                look_for_predecessor(&mut holder, &mut lock, place);
-                if holder.offer() {
-                    let busy = !holder.parks.is_quiet();
-                    ending = Some(Instant::now() + if busy { UNDOING } else { ENDING });
-                } else if holder.parks.end() {
-                    info!("ended; what is held is freed, and what is parked brought back first");
-                    // Nobody is owed it any more, and what comes back needs room.
-                    holder.begin_standing_down();
-                    (ending, undoing) = (Some(Instant::now() + UNDOING), true);
-                } else {
-                    info!("ended; what is held is freed");
-                    return Ok(End::Terminated);
-                }
-            }
+            () = end.as_mut(), if ending.is_none() => match holder.begin_end() {
+                Some(begun) => ending = Some(begun),
+                None => return Ok(End::Terminated),
+            },
             Some(ended) = from_moving.recv() => {
                 if let Some(due) = holder.parks.on_ended(ended) {
                     holder.reply_moved(due);
-                }
-                if undoing && holder.parks.is_empty() {
-                    info!("everything that was parked is back");
-                    return Ok(End::Terminated);
                 }
             }
             Some(closed) = from_closing.recv() => holder.on_closed(closed),
@@ -213,11 +206,12 @@ pub(crate) async fn hold(
             Some(()) = predecessors_end.recv() => holder.predecessor = false,
             _ = tick.tick() => {
                 pulse.send_replace(Pulse::now(Phase::Holding));
-                look_for_predecessor(&mut holder, &mut lock, place);
-                holder.on_tick();
-                if undoing && holder.parks.is_empty() {
-                    return Ok(End::Terminated);
+                if lock.is_none() {
+                    lock = take_lock(place);
+                    // Whoever had it is gone, and closed what it had.
+                    holder.predecessor &= lock.is_none();
                 }
+                holder.on_tick();
                 // One that had to wait while memory was moved.
                 if ending.is_some() && holder.put_off && holder.parks.is_quiet() {
                     holder.put_off = false;
@@ -228,14 +222,15 @@ pub(crate) async fn hold(
                     holder.let_go_unasked().await;
                     return Ok(End::HandedOver);
                 }
-                if ending.is_some_and(|ending| ending < Instant::now()) {
-                    let what = if undoing { "what is parked does not come back" } else { "nobody takes over" };
-                    warn!("{what}: what is held is freed");
-                    return Ok(End::Terminated);
-                }
             }
         }
         holder.settle();
+        if let Some(begun) = ending {
+            match holder.go_on_ending(begun, Instant::now()) {
+                Some(next) => ending = Some(next),
+                None => return Ok(End::Terminated),
+            }
+        }
     }
 }
 
@@ -245,15 +240,6 @@ fn take_lock(place: &Place) -> Option<Lock> {
         warn!(%error, "cannot lock the keeper's directory");
         None
     })
-}
-
-/// Looks whether the keeper before this one still lives. Once its lock is to be had it is gone, and has
-/// closed what it had.
-fn look_for_predecessor(holder: &mut Holder<'_>, lock: &mut Option<Lock>, place: &Place) {
-    if lock.is_none() {
-        *lock = take_lock(place);
-        holder.predecessor &= lock.is_none();
-    }
 }
 
 async fn tell_end(predecessor: Predecessor, told: mpsc::Sender<()>) {
@@ -629,14 +615,62 @@ impl<'a> Holder<'a> {
         self.reply(asker, Ok(Answer::Batch(Batch { last: Some(last), ..Batch::default() })), Vec::new());
     }
 
+    /// What is to be done at the end: another keeper takes over, or what is parked comes back. `None`:
+    /// nothing.
+    fn begin_end(&mut self) -> Option<Ending> {
+        if self.offer() {
+            let patience = if self.parks.is_quiet() { ENDING } else { UNDOING };
+            return Some(Ending::Offered { until: Instant::now() + patience });
+        }
+        self.undo()
+    }
+
+    /// Begins to bring back what is parked. `None`: nothing is.
+    fn undo(&mut self) -> Option<Ending> {
+        if !self.parks.end() {
+            info!("ended; what is held is freed");
+            return None;
+        }
+        info!("ended; what is held is freed, and what is parked brought back first");
+        // Nobody is owed it any more, and what comes back needs room.
+        self.begin_standing_down();
+        Some(Ending::Undoing { until: Instant::now() + UNDOING })
+    }
+
+    /// `None`: it has come to its end.
+    fn go_on_ending(&mut self, ending: Ending, now: Instant) -> Option<Ending> {
+        match ending {
+            // Whoever was to take over may have died before it was asked, or since.
+            Ending::Offered { .. } if self.hand_over.is_none() && self.successor().is_none() => self.undo(),
+            Ending::Offered { until } if until < now => {
+                warn!("nobody takes over");
+                self.undo()
+            }
+            Ending::Undoing { .. } if self.parks.is_empty() => {
+                info!("everything that was parked is back");
+                None
+            }
+            Ending::Undoing { until } if until < now => {
+                warn!("what is parked does not come back: what is held is freed");
+                None
+            }
+            _ => Some(ending),
+        }
+    }
+
+    /// The newest keeper that stands by.
+    fn successor(&self) -> Option<u64> {
+        let successors = self.clients.iter().filter(|(_, client)| client.role == Role::Successor);
+        successors.map(|(number, _)| *number).max()
+    }
+
     /// Asks a keeper that stands by to take over. Whether there is one.
     fn offer(&self) -> bool {
         if self.hand_over.is_some() {
             return true;
         }
-        let successors = self.clients.iter().filter(|(_, client)| client.role == Role::Successor);
-        let Some((newest, _)) = successors.max_by_key(|(number, _)| **number) else { return false };
-        self.reply(Asker { client: *newest, id: 0 }, Ok(Answer::TakeOver {}), Vec::new());
+        let Some(newest) = self.successor() else { return false };
+        self.reply(Asker { client: newest, id: 0 }, Ok(Answer::TakeOver {}), Vec::new());
         true
     }
 

@@ -345,8 +345,17 @@ impl KeeperProcess {
     }
 
     pub(crate) fn terminate(&self) {
+        self.signal(Signal::TERM);
+    }
+
+    /// It lives on, and does nothing.
+    pub(crate) fn stop(&self) {
+        self.signal(Signal::STOP);
+    }
+
+    fn signal(&self, signal: Signal) {
         let pid = Pid::from_raw(self.child.id().try_into().unwrap()).unwrap();
-        kill_process(pid, Signal::TERM).unwrap();
+        kill_process(pid, signal).unwrap();
     }
 
     pub(crate) fn wait(&mut self) -> ExitStatus {
