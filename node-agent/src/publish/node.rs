@@ -115,7 +115,8 @@ impl NodeWriter {
             if node_status::same(stored, &status) {
                 return None;
             }
-            let pause = if node_status::same(&urgent(stored), &urgent(&status)) { UNHURRIED } else { URGENT };
+            let waits = node_status::same(&urgent(stored), &urgent(&status)) && !loses_room(stored, &status);
+            let pause = if waits { UNHURRIED } else { URGENT };
             if self.written_at.is_some_and(|at| now.since(at) < pause) {
                 return None;
             }
@@ -141,6 +142,15 @@ impl NodeWriter {
             self.written_at = Some(now);
         }
     }
+}
+
+/// Whether a device has less room than is told, or is no longer empty: pods are sent to where there is
+/// room, so that must not be old news. More room may wait.
+fn loses_room(stored: &GpuMemoryNodeStatus, status: &GpuMemoryNodeStatus) -> bool {
+    stored.devices.iter().zip(&status.devices).any(|(told, is)| {
+        let less = told.headroom != HeadroomBand::Unknown && told.headroom < is.headroom;
+        less || (told.pods == 0 && is.pods > 0)
+    })
 }
 
 /// A status without what may wait.
@@ -205,6 +215,27 @@ mod tests {
         assert!(writer.step(counted, Millis(10_000)).is_some());
         writer.created(true, Millis(10_000));
         assert!(writer.step(status(Level::Critical), Millis(10_001)).is_some());
+    }
+
+    #[test]
+    fn less_room_is_told_at_once_and_more_room_in_time() {
+        let with = |headroom, pods| {
+            let device = json!({"uuid": "GPU-1", "headroom": headroom, "pods": pods});
+            let devices = vec![serde_json::from_value(device).unwrap()];
+            GpuMemoryNodeStatus { devices, ..status(Level::Normal) }
+        };
+        for (told, is, at) in [
+            (with(HeadroomBand::Below60, 1), with(HeadroomBand::Below88, 1), 500),
+            (with(HeadroomBand::Below60, 0), with(HeadroomBand::Below60, 1), 500),
+            (with(HeadroomBand::Below88, 1), with(HeadroomBand::Below60, 1), 10_000),
+            (with(HeadroomBand::Below60, 2), with(HeadroomBand::Below60, 1), 10_000),
+            (with(HeadroomBand::Unknown, 1), with(HeadroomBand::Full, 1), 10_000),
+        ] {
+            let mut writer = NodeWriter::default();
+            writer.written(told.clone(), true, Millis(0));
+            assert!(writer.step(is.clone(), Millis(at - 1)).is_none(), "{told:?} {is:?}");
+            assert!(writer.step(is.clone(), Millis(at)).is_some(), "{told:?} {is:?}");
+        }
     }
 
     #[test]
