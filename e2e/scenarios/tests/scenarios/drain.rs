@@ -4,7 +4,9 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use highwater_crds::{ActionType, DecisionState, GpuMemoryIncident, IncidentKind, names};
+use highwater_crds::{
+    ActionType, DecisionState, GpuMemoryIncident, GpuMemoryNode, HeadroomBand, IncidentKind, names,
+};
 use highwater_e2e::{eventually, never};
 use highwater_scenarios::{
     GI, ModelServer, NODE, OTHER_NODE, SYSTEM, Scenario, TIMEOUT, broken_by, critical, policy,
@@ -200,6 +202,13 @@ fn with_no_room_elsewhere_no_target_is_said_and_nobody_is_evicted() -> Result<()
         let filler = s.running("filler").await?;
         s.says(&filler, " serve used=").await?;
         headroom_is(s, OTHER_NODE, |ratio| ratio < 0.3).await?;
+        eventually("both devices to be told as nearly full", TIMEOUT, async || {
+            let node = Api::<GpuMemoryNode>::all(s.client.clone()).get(OTHER_NODE).await?;
+            let bands: Vec<_> = node.status.iter().flat_map(|s| &s.devices).map(|d| d.headroom).collect();
+            ensure!(bands == [HeadroomBand::Below88; 2], "they are told as {bands:?}");
+            Ok(())
+        })
+        .await?;
         let start = Timestamp::now();
         let pod = start_on(s, NODE, "stuck", "hold 2s; context; alloc 50Gi; serve").await?;
         let incident = drain_is(s, DecisionState::Proposed, "NoTarget").await?;
