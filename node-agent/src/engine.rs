@@ -1384,6 +1384,9 @@ fn breach_notice(tenant: &Tenant, device: &Device) -> Notice {
 mod holding_tests;
 
 #[cfg(test)]
+mod testing;
+
+#[cfg(test)]
 mod tests {
     use std::{cell::RefCell, rc::Rc};
 
@@ -1391,10 +1394,10 @@ mod tests {
         Decision, DecisionState, GpuMemoryIncident, GpuMemoryIncidentStatus, IncidentKind, Observation,
         ObservationState,
     };
-    use highwater_gpu::{CallError, DeviceInfo, ErrorClass, Kinds, Partition, Process, Reading};
+    use highwater_gpu::{CallError, ErrorClass, Reading};
     use highwater_policy::{
         ledger::{Charge, Holder},
-        pod::{NamespaceFacts, Owner, PodFacts},
+        pod::{NamespaceFacts, PodFacts},
     };
     use jiff::SignedDuration;
     use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
@@ -1404,13 +1407,14 @@ mod tests {
     mod acting;
     mod leaking;
 
-    use super::*;
+    use super::{
+        testing::{GI, charge, device, object, reset, sampled},
+        *,
+    };
     use crate::{
         test_clock::{TIME, clock},
         world::{Change as Set, NodeFacts},
     };
-
-    const GI: u64 = ByteSize::GI;
 
     /// A node with the devices `GPU-0` and `GPU-1` of 80 GiB.
     struct Bench {
@@ -1423,19 +1427,7 @@ mod tests {
     }
 
     fn pod(name: &str) -> PodFacts {
-        PodFacts {
-            namespace: "team".into(),
-            name: name.into(),
-            uid: name.into(),
-            owner: Some(Owner {
-                api_version: "apps/v1".into(),
-                kind: "ReplicaSet".into(),
-                name: "rs".into(),
-                uid: "rs".into(),
-            }),
-            signal_volume: true,
-            ..PodFacts::default()
-        }
+        PodFacts { signal_volume: true, ..testing::pod(name) }
     }
 
     /// A layer that restarts whoever is above 8 GiB, or the one most over when 90 % are in use.
@@ -1485,23 +1477,12 @@ mod tests {
                 grants: crate::metrics::grant_durations("n1").unwrap(),
             };
             let mut engine = Engine::new(clock, setup, signals, submit, order).unwrap();
-            let device = |index: u32| DeviceInfo {
-                uuid: format!("GPU-{index}"),
-                index,
-                minor: None,
-                product: "NVIDIA H200".into(),
-                partition: Partition::Whole,
-                total: Some(80 * GI),
-            };
-            let devices = vec![device(0), device(1)];
+            let devices = vec![device("GPU-0", 0), device("GPU-1", 1)];
             engine.report(Report::Opened { version: "580".into(), devices, limits: false });
             let mut bench = Self { engine, jobs, orders, root, late: 0 };
             bench.world(WorldChange::Namespace(reset([("team".to_owned(), NamespaceFacts::default())])));
             bench.world(WorldChange::Node(reset([NodeFacts { uid: "node".into(), ..NodeFacts::default() }])));
-            let spec = serde_json::from_value(json!({"planLifeSeconds": 600, "layers": layers})).unwrap();
-            let mut object = GpuMemoryNode::new("n1", spec);
-            object.metadata.generation = Some(1);
-            bench.world(WorldChange::Plan(reset([object])));
+            bench.world(WorldChange::Plan(reset([object(layers, 1)])));
             bench.world(WorldChange::Pod(reset(["a", "b", "c"].map(pod))));
             bench
         }
@@ -1523,29 +1504,15 @@ mod tests {
 
         /// Samples `GPU-0` after `after` milliseconds: these hold so many GiB.
         fn hold(&mut self, after: u64, held: &[(Holder, u64)]) {
-            let used = held.iter().map(|(_, gib)| gib * GI).sum();
-            let charges: Vec<Charge> = held
-                .iter()
-                .map(|(holder, gib)| Charge {
-                    pid: match holder {
-                        Holder::Container { pod, .. } => u32::from(pod.as_bytes()[0]),
-                        _ => 1,
-                    },
-                    bytes: Some(gib * GI),
-                    holder: holder.clone(),
-                })
-                .collect();
-            let processes =
-                charges.iter().map(|c| Process { pid: c.pid, bytes: c.bytes, kinds: Kinds::default() });
-            let reading = Reading {
-                total: Some(80 * GI),
-                used: Some(used),
-                free: Some(80 * GI - used),
-                reserved: Some(0),
-                processes: Some(processes.collect()),
-                ..Reading::default()
-            };
-            self.pass(after, vec![Sampled { uuid: "GPU-0".into(), reading, charges: Some(charges) }]);
+            let charges = held.iter().map(|(holder, gib)| Charge {
+                pid: match holder {
+                    Holder::Container { pod, .. } => u32::from(pod.as_bytes()[0]),
+                    _ => 1,
+                },
+                bytes: Some(gib * GI),
+                holder: holder.clone(),
+            });
+            self.pass(after, vec![sampled("GPU-0", charges.collect(), 0)]);
         }
 
         fn pass(&mut self, after: u64, devices: Vec<Sampled>) {
@@ -1615,10 +1582,6 @@ mod tests {
 
     fn done(what: What) -> Done {
         Done { written: true, gone: false, what }
-    }
-
-    fn reset<T, const N: usize>(items: [T; N]) -> Set<T> {
-        Set::Reset { items: items.into(), complete: true }
     }
 
     fn subject(incident: &GpuMemoryIncident) -> Option<&str> {

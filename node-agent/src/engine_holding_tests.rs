@@ -3,16 +3,19 @@
 use std::{cell::RefCell, fs, rc::Rc};
 
 use highwater_crds::{BelowStrength, PoolTrouble};
-use highwater_gpu::{DeviceInfo, Kinds, Partition, Process, Reading};
+use highwater_gpu::DeviceInfo;
 use highwater_guard_abi::charge::Charge as Charged;
 use highwater_policy::{
     ledger::{Charge, Holder},
-    pod::{NamespaceFacts, Owner, PodFacts},
+    pod::{NamespaceFacts, PodFacts},
     quota::DEFAULT_CONTEXT,
 };
 use serde_json::{Value, json};
 
-use super::*;
+use super::{
+    testing::{GI, MI, TOTAL, charge, device, object, reset, sampled},
+    *,
+};
 use crate::{
     guard::Pages,
     keeper_protocol::{DeviceStatus, End, Released, Reserved, Status},
@@ -22,8 +25,6 @@ use crate::{
     world::{Change as Set, NodeFacts},
 };
 
-const GI: u64 = ByteSize::GI;
-const MI: u64 = ByteSize::MI;
 const DEVICE: &str = "GPU-00000000-0000-0000-0000-000000000001";
 
 /// A node with one device of 80 GiB, a keeper, and a kubelet that gave the device to all pods.
@@ -54,10 +55,8 @@ struct Card {
 }
 
 impl Card {
-    const TOTAL: u64 = 80 * GI;
-
     fn free(&self) -> u64 {
-        Self::TOTAL - self.ballast - self.hidden - self.held.iter().map(|(_, _, bytes)| bytes).sum::<u64>()
+        TOTAL - self.ballast - self.hidden - self.held.iter().map(|(_, _, bytes)| bytes).sum::<u64>()
     }
 
     fn holds(&mut self, pod: &str, pid: u32, bytes: u64) {
@@ -69,19 +68,7 @@ impl Card {
 }
 
 fn pod(name: &str, guard: GuardOptIn) -> PodFacts {
-    PodFacts {
-        namespace: "team".into(),
-        name: name.into(),
-        uid: name.into(),
-        owner: Some(Owner {
-            api_version: "apps/v1".into(),
-            kind: "ReplicaSet".into(),
-            name: "rs".into(),
-            uid: "rs".into(),
-        }),
-        guard,
-        ..PodFacts::default()
-    }
+    PodFacts { guard, ..testing::pod(name) }
 }
 
 /// 8 GiB for each pod, of which 4 GiB are guaranteed.
@@ -106,10 +93,6 @@ fn whole() -> Value {
 
 fn enforced(pool: &Value) -> Value {
     json!([layer("Enforce", pool, "Observe")])
-}
-
-fn reset<T, const N: usize>(items: [T; N]) -> Set<T> {
-    Set::Reset { items: items.into(), complete: true }
 }
 
 impl Bench {
@@ -174,14 +157,7 @@ impl Bench {
     }
 
     fn open(&mut self, limits: bool) {
-        let device = DeviceInfo {
-            uuid: DEVICE.into(),
-            index: 0,
-            minor: Some(0),
-            product: "NVIDIA H200".into(),
-            partition: Partition::Whole,
-            total: Some(Card::TOTAL),
-        };
+        let device = DeviceInfo { minor: Some(0), ..device(DEVICE, 0) };
         self.engine.report(Report::Opened { version: "580".into(), devices: vec![device], limits });
     }
 
@@ -190,9 +166,7 @@ impl Bench {
     }
 
     fn plan(&mut self, layers: &Value, generation: i64) {
-        let spec = serde_json::from_value(json!({"planLifeSeconds": 600, "layers": layers})).unwrap();
-        let mut object = GpuMemoryNode::new("n1", spec);
-        object.metadata.generation = Some(generation);
+        let object = object(layers, generation);
         self.world(WorldChange::Plan(Set::Upsert(object.clone())));
         self.world(WorldChange::Plan(reset([object])));
     }
@@ -217,27 +191,12 @@ impl Bench {
     fn sample(&mut self, after: u64) {
         TIME.set(TIME.get() + after);
         let (at, wall) = clock();
-        let holder = |pod: &str| match pod {
-            "foreign" => Holder::Foreign,
-            pod => Holder::Container { pod: pod.into(), container: None },
-        };
-        let charge = |(pod, pid, bytes): &(String, u32, u64)| Charge {
-            pid: *pid,
-            bytes: Some(*bytes),
-            holder: holder(pod),
+        let charge = |(pod, pid, bytes): &(String, u32, u64)| match pod.as_str() {
+            "foreign" => Charge { pid: *pid, bytes: Some(*bytes), holder: Holder::Foreign },
+            pod => charge(pod, *pid, *bytes),
         };
         let charges: Vec<Charge> = self.card.held.iter().map(charge).collect();
-        let processes =
-            charges.iter().map(|c| Process { pid: c.pid, bytes: c.bytes, kinds: Kinds::default() });
-        let reading = Reading {
-            total: Some(Card::TOTAL),
-            used: Some(Card::TOTAL - self.card.free()),
-            free: Some(self.card.free()),
-            reserved: Some(0),
-            processes: Some(processes.collect()),
-            ..Reading::default()
-        };
-        let devices = vec![Sampled { uuid: DEVICE.into(), reading, charges: Some(charges) }];
+        let devices = vec![sampled(DEVICE, charges, self.card.ballast + self.card.hidden)];
         let pass = Pass { at, wall, late: Duration::ZERO, took: Duration::ZERO, devices };
         self.engine.report(Report::Pass(pass));
     }

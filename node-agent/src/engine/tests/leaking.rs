@@ -3,14 +3,12 @@
 use highwater_crds::{ActionType, Evidence, LeakClass, LeakFinding, LeakMemory, LeakStage};
 use highwater_policy::pod::{ContainerFacts, Ended, Hook, HookPreset, MetricsEndpoint};
 
-use super::*;
+use super::{testing::MI, *};
 use crate::{
     framework::{Fault, Scraped},
     host::{Exact, Reading as HostReading},
     pod_http::Failure,
 };
-
-const MI: u64 = ByteSize::MI;
 
 /// A layer that watches for leaks sixty times as fast as by default, with a limit of 60 GiB.
 #[allow(clippy::needless_pass_by_value, reason = "made where it is given")]
@@ -54,27 +52,9 @@ impl Bench {
     }
 
     fn mib(&mut self, after: u64, held: u64) {
-        let charge = |pod: &str, pid: u32, bytes: u64| Charge {
-            pid,
-            bytes: Some(bytes),
-            holder: Holder::Container { pod: pod.into(), container: None },
-        };
         let mut charges = vec![charge("b", 2, 8 * GI)];
-        if held > 0 {
-            charges.push(charge("a", 1, held * MI));
-        }
-        let used = charges.iter().filter_map(|c| c.bytes).sum();
-        let processes =
-            charges.iter().map(|c| Process { pid: c.pid, bytes: c.bytes, kinds: Kinds::default() });
-        let reading = Reading {
-            total: Some(80 * GI),
-            used: Some(used),
-            free: Some(80 * GI - used),
-            reserved: Some(0),
-            processes: Some(processes.collect()),
-            ..Reading::default()
-        };
-        self.pass(after, vec![Sampled { uuid: "GPU-0".into(), reading, charges: Some(charges) }]);
+        charges.extend((held > 0).then(|| charge("a", 1, held * MI)));
+        self.pass(after, vec![sampled("GPU-0", charges, 0)]);
         self.engine.tick(&[], None);
     }
 
