@@ -23,7 +23,7 @@ use highwater_crds::{
 use jiff::{SignedDuration, Timestamp};
 
 use crate::{
-    leak::Settings,
+    leak::{Settings, how},
     remediation::{Asks, Carrier, Step, TICKET_NEEDED, View, agent_gone, carrier, verdict},
 };
 
@@ -198,13 +198,7 @@ fn watch(view: &View<'_>, reason: &'static str, message: String, again: SignedDu
 /// is recommended.
 pub fn describe(finding: &LeakFinding) -> String {
     let slope = finding.slope_bytes_per_hour;
-    let how = match finding.class {
-        LeakClass::Linear => "steadily",
-        LeakClass::Step => "in steps",
-        LeakClass::Exponential => "faster and faster",
-        LeakClass::Saturating => "ever slower",
-        LeakClass::PerReplay => "with each graph replay",
-    };
+    let how = how(finding.class);
     let end = match finding.exhaustion_seconds {
         Some(e) => format!("is full in {} ({} to {})", span(e.mid), span(e.low), span(e.high)),
         None => "with no end in sight".to_owned(),

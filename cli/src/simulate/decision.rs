@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use highwater_policy::leak::{Class, FindingKind};
+use highwater_policy::leak::{FindingKind, LeakClass};
 use serde::{Serialize, Serializer};
 
 /// One decision, as it is written by `-o json`.
@@ -19,7 +19,7 @@ pub(crate) struct Decision<'a> {
     /// What is decided.
     pub(crate) kind: Kind,
     /// How memory grows; of leaks only, as all that follows but the reason.
-    pub(crate) class: Option<Class>,
+    pub(crate) class: Option<&'static str>,
     /// How fast, as the best guess.
     pub(crate) slope_bytes_per_hour: Option<f64>,
     /// In how many seconds memory runs out, as the best guess.
@@ -28,6 +28,17 @@ pub(crate) struct Decision<'a> {
     pub(crate) confidence: Option<f64>,
     /// Why, with the numbers.
     pub(crate) reason: String,
+}
+
+/// How memory grows, as it is written.
+pub(crate) const fn class(class: LeakClass) -> &'static str {
+    match class {
+        LeakClass::Linear => "linear",
+        LeakClass::Step => "step",
+        LeakClass::Exponential => "exponential",
+        LeakClass::Saturating => "saturating",
+        LeakClass::PerReplay => "perReplay",
+    }
 }
 
 /// What is decided.

@@ -11,7 +11,7 @@ use highwater_policy::{
 };
 
 use super::{
-    decision::{Decision, Kind, Seconds},
+    decision::{Decision, Kind, Seconds, class},
     input::Row,
     oom,
     span::span,
@@ -231,7 +231,7 @@ impl Verdict {
             life: at.life,
             seconds: Seconds(at.milliseconds),
             kind: self.kind,
-            class: finding.map(|finding| finding.class),
+            class: finding.map(|finding| class(finding.class)),
             slope_bytes_per_hour: finding.map(|finding| finding.slope_bytes_per_hour.mid.round()),
             exhaustion_seconds: finding.and_then(|f| f.exhaustion_milliseconds).map(|e| e.mid / 1000),
             confidence: finding.map(|finding| (finding.confidence * 1000.0).round() / 1000.0),

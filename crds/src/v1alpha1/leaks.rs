@@ -120,9 +120,12 @@ pub enum LeakStage {
 }
 
 /// How memory grows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
+)]
 pub enum LeakClass {
     /// By the same amount in the same time or for the same work.
+    #[default]
     Linear,
     /// In few jumps.
     Step,

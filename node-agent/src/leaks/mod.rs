@@ -396,7 +396,7 @@ impl Watched {
             let series = ranks.get(rank).and_then(|place| self.series.get_mut(*place));
             let finding = series.and_then(|series| series.finding.as_mut());
             if let Some(finding) = finding.filter(|finding| finding.mode.is_none()) {
-                finding.mode = Some(LeakMode::OneRank.into());
+                finding.mode = Some(LeakMode::OneRank);
                 finding.mode_percent = Some(told::percent(sure));
             }
         }

@@ -217,7 +217,7 @@ fn stage(finding: &Finding) -> &'static str {
 }
 
 fn class(finding: &Finding) -> &'static str {
-    use highwater_policy::leak::Class::{Exponential, Linear, PerReplay, Saturating, Step};
+    use highwater_crds::LeakClass::{Exponential, Linear, PerReplay, Saturating, Step};
     match finding.class {
         Linear => "Linear",
         Step => "Step",

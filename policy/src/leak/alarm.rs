@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     leak::{
-        Advice, Class, Detector, Finding, FindingKind, Interval, LeakMode, Rule, Settings, Signals,
+        Detector, Finding, FindingKind, Interval, LeakAdvice, LeakClass, LeakMode, Rule, Settings, Signals,
         detector::JUMP_SCALE,
         load::works_more,
         mode,
@@ -72,7 +72,7 @@ pub(super) struct Alarm {
     level: Level,
     /// The last slope in bytes an hour.
     slope: Interval<f64>,
-    class: Class,
+    class: LeakClass,
 }
 
 impl Alarm {
@@ -115,7 +115,7 @@ pub(super) struct Outlook {
     /// Slope in bytes an hour.
     pub slope: Interval<f64>,
     /// How it grows.
-    pub class: Class,
+    pub class: LeakClass,
     /// Upper envelope in bytes.
     pub envelope: f64,
     /// When memory runs out, in milliseconds from now.
@@ -144,7 +144,7 @@ impl Outlook {
     fn with(self, rise: &Rise) -> Self {
         Self {
             slope: rise.slope,
-            class: Class::Linear,
+            class: LeakClass::Linear,
             exhaustion: Some(rise.exhaustion),
             growth: rise.growth,
             over: rise.over,
@@ -232,7 +232,7 @@ fn jumps_to_the_end(detector: &Detector) -> Option<Outlook> {
     let hourly = float_bytes(expected.size) / (expected.gap * length) * HOUR;
     due.then(|| Outlook {
         slope: Interval { low: hourly, mid: hourly, high: hourly },
-        class: Class::Step,
+        class: LeakClass::Step,
         exhaustion: Some(Interval {
             low: whole(low).min(FAR),
             mid: whole(mid).min(FAR),
@@ -283,7 +283,7 @@ fn outlook(detector: &Detector) -> Outlook {
         v.since_onset >= settings.act_blocks
             || (v.since_onset >= settings.act_blocks.div_ceil(2) && v.blocks >= settings.act_blocks)
     };
-    let eligible = || agreeing().filter(|(v, _)| has_a_say(v) && v.class != Class::Saturating);
+    let eligible = || agreeing().filter(|(v, _)| has_a_say(v) && v.class != LeakClass::Saturating);
     let envelope = float(bytes(live.envelope.level()));
     let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     let long = eligible().any(|(_, length)| length >= settings.horizon_milliseconds / 2);
@@ -325,7 +325,7 @@ fn outlook(detector: &Detector) -> Outlook {
         });
         // Where one of the longer scales is sure of the law, it needs no other.
         let [shortest, ..] = settings.block_milliseconds;
-        let exponential = || agreeing().filter(|(v, _)| v.class == Class::Exponential);
+        let exponential = || agreeing().filter(|(v, _)| v.class == LeakClass::Exponential);
         let sure = exponential()
             .filter(|(_, length)| *length > shortest)
             .filter_map(|(v, length)| accelerated(&v, length));
@@ -396,7 +396,7 @@ pub(super) fn bar(detector: &Detector, outlook: &Outlook) -> Option<Bar> {
     let healthy = profile.bar(settings, live.age(), capacity);
     let rising = float(outlook.rising.saturating_add(settings.warm_up_milliseconds))
         >= EVER * float(live.age())
-        && outlook.class != Class::Exponential;
+        && outlook.class != LeakClass::Exponential;
     let urgent = float(settings.lead_milliseconds) * URGENT;
     let soon = !rising && outlook.exhaustion.is_some_and(|e| float(e.low) < urgent);
     let patience = if rising { PATIENCE_RISING } else { PATIENCE_RISEN };
@@ -471,14 +471,16 @@ fn advice(
     kind: FindingKind,
     outlook: &Outlook,
     mode: Option<(LeakMode, f64)>,
-) -> Advice {
+) -> Option<LeakAdvice> {
     match kind {
-        FindingKind::Cleared => Advice::None,
-        _ if outlook.class == Class::Saturating => Advice::CacheFilling,
-        _ if mode.is_some_and(|(mode, _)| mode == LeakMode::AllocatorRetention) => Advice::AllocatorOption,
-        FindingKind::Suspect => Advice::None,
-        FindingKind::Act if detector.profile.restarts_without_effect() >= 2 => Advice::Ticket,
-        FindingKind::Act => Advice::Restart,
+        FindingKind::Cleared => None,
+        _ if outlook.class == LeakClass::Saturating => Some(LeakAdvice::CacheFilling),
+        _ if mode.is_some_and(|(mode, _)| mode == LeakMode::AllocatorRetention) => {
+            Some(LeakAdvice::AllocatorOption)
+        }
+        FindingKind::Suspect => None,
+        FindingKind::Act if detector.profile.restarts_without_effect() >= 2 => Some(LeakAdvice::Ticket),
+        FindingKind::Act => Some(LeakAdvice::Restart),
     }
 }
 
@@ -493,7 +495,7 @@ fn confidence((kind, rule): (FindingKind, Rule), outlook: &Outlook, bar: Option<
         // Its gates are hard.
         odds += 1.5;
     }
-    if outlook.class == Class::Saturating {
+    if outlook.class == LeakClass::Saturating {
         odds -= 2.0;
     }
     if let Some(bar) = bar.filter(|bar| outlook.envelope > bar.bytes) {

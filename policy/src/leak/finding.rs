@@ -1,5 +1,6 @@
 //! What is found, and on what evidence.
 
+use highwater_crds::{LeakAdvice, LeakClass, LeakMode};
 use serde::{Deserialize, Serialize};
 
 use crate::{leak::settings::SCALES, time::Millis};
@@ -25,58 +26,6 @@ pub enum FindingKind {
     Act,
     /// What was suspected is not so any more.
     Cleared,
-}
-
-/// How memory grows.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub enum Class {
-    /// By the same amount in the same time or for the same work.
-    #[default]
-    Linear,
-    /// In few jumps.
-    Step,
-    /// Faster and faster.
-    Exponential,
-    /// Slower and slower: a cache that fills, a warm-up. Never acted on.
-    Saturating,
-    /// By the same amount at each replay of a CUDA graph.
-    PerReplay,
-}
-
-/// Who holds what grows, as far as it shows from outside the process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub enum LeakMode {
-    /// The framework counts it as allocated: tensors, graphs or caches that are kept alive.
-    HeldByFramework,
-    /// The driver counts it, the framework does not: raw allocations that are never freed.
-    OutsideFramework,
-    /// The framework reserves ever more without allocating more: fragmentation or retention.
-    AllocatorRetention,
-    /// It grows with replays of CUDA graphs.
-    PerReplay,
-    /// One rank of several grows, the others do not.
-    OneRank,
-    /// The host's memory grows as well or instead: host buffers or managed memory.
-    HostOrManaged,
-}
-
-/// What is recommended.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub enum Advice {
-    /// Nothing yet.
-    #[default]
-    None,
-    /// Restart it in time.
-    Restart,
-    /// Set an option of the allocator, such as expandable segments: a restart would only hide it.
-    AllocatorOption,
-    /// Tell a person: restarts did not lower the slope.
-    Ticket,
-    /// A cache is filling: no act.
-    CacheFilling,
 }
 
 /// By which rule an act is due.
@@ -138,7 +87,7 @@ pub struct Finding {
     /// By which rule.
     pub rule: Rule,
     /// How memory grows.
-    pub class: Class,
+    pub class: LeakClass,
     /// How fast.
     pub slope_bytes_per_hour: Interval<f64>,
     /// When memory runs out, in milliseconds from `at`. `None` where the capacity is not known or
@@ -151,8 +100,8 @@ pub struct Finding {
     pub scales: Vec<ScaleEvidence>,
     /// Who holds it, and how sure that is from 0 to 1.
     pub mode: Option<(LeakMode, f64)>,
-    /// What is recommended.
-    pub advice: Advice,
+    /// What is recommended; `None`: nothing yet.
+    pub advice: Option<LeakAdvice>,
     /// What other recipes say.
     pub signals: Signals,
     /// One sentence with the numbers.

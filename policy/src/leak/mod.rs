@@ -35,11 +35,14 @@ mod trend;
 mod window;
 mod workload;
 
+pub use highwater_crds::{LeakAdvice, LeakClass, LeakMode};
+
+pub(crate) use self::reason::how;
 pub use self::{
     detector::Detector,
     ended::{Circumstances, acted, life_end},
     exposition::Numbers,
-    finding::{Advice, Class, Finding, FindingKind, Interval, LeakMode, Rule, ScaleEvidence, Signals},
+    finding::{Finding, FindingKind, Interval, Rule, ScaleEvidence, Signals},
     mode::one_rank,
     profile::{AGES, Life, LifeEnd, Profile},
     report::{as_seconds, recommendation, renewal_due},

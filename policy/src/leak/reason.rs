@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use crate::leak::{
-    Class, FindingKind, Rule,
+    FindingKind, LeakClass, Rule,
     alarm::{Bar, Outlook},
     number::float,
 };
@@ -33,6 +33,17 @@ fn time(milliseconds: u64) -> String {
     }
 }
 
+/// How memory grows, as people say it.
+pub(crate) const fn how(class: LeakClass) -> &'static str {
+    match class {
+        LeakClass::Linear => "steadily",
+        LeakClass::Step => "in steps",
+        LeakClass::Exponential => "faster and faster",
+        LeakClass::Saturating => "ever slower",
+        LeakClass::PerReplay => "with each graph replay",
+    }
+}
+
 /// What is found, with the numbers.
 pub(super) fn sentence(
     (kind, rule): (FindingKind, Rule),
@@ -44,13 +55,7 @@ pub(super) fn sentence(
     if kind == FindingKind::Cleared {
         return format!("no scale has seen growth any more; use peaks at {}", size(outlook.envelope));
     }
-    let how = match outlook.class {
-        Class::Linear => "steadily",
-        Class::Step => "in steps",
-        Class::Exponential => "faster and faster",
-        Class::Saturating => "ever slower",
-        Class::PerReplay => "with each graph replay",
-    };
+    let how = how(outlook.class);
     let mut text = match rule {
         Rule::RateOfRise => format!(
             "it rose at every minute of the last {} by {}, {} an hour",

@@ -1,13 +1,11 @@
 //! A finding in the words of the API.
 
-use highwater_crds::{
-    Bounds, LeakAdvice, LeakClass, LeakFinding, LeakMemory, LeakMode as ModeSaid, LeakProfile, LeakStage,
-};
+use highwater_crds::{Bounds, LeakAdvice, LeakFinding, LeakMemory, LeakProfile, LeakStage};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 
 use crate::leak::{
-    Advice, Class, Finding, FindingKind, Interval, LeakMode, Profile, SCALES,
+    Finding, FindingKind, Interval, Profile, SCALES,
     number::{float, whole},
 };
 
@@ -31,15 +29,15 @@ impl Finding {
             at: MicroTime(at),
             stage,
             memory,
-            class: self.class.into(),
+            class: self.class,
             slope_bytes_per_hour: bounds(self.slope_bytes_per_hour.map(signed)),
             exhaustion_seconds: end.map(|end| bounds(end.map(seconds))),
             confidence_percent: percent(self.confidence),
             agreeing_scales: scales(self.agreeing()),
             eligible_scales: scales(self.scales.len()),
-            mode: self.mode.map(|(mode, _)| mode.into()),
+            mode: self.mode.map(|(mode, _)| mode),
             mode_percent: self.mode.map(|(_, sure)| percent(sure)),
-            advice: advice(self.advice),
+            advice: self.advice,
             profile: profile.told(),
             reason: self.reason.chars().take(REASON).collect(),
         })
@@ -117,41 +115,6 @@ fn percent(share: f64) -> i32 {
     i32::try_from(percent).unwrap_or(0)
 }
 
-fn advice(advice: Advice) -> Option<LeakAdvice> {
-    match advice {
-        Advice::None => None,
-        Advice::Restart => Some(LeakAdvice::Restart),
-        Advice::AllocatorOption => Some(LeakAdvice::AllocatorOption),
-        Advice::Ticket => Some(LeakAdvice::Ticket),
-        Advice::CacheFilling => Some(LeakAdvice::CacheFilling),
-    }
-}
-
-impl From<Class> for LeakClass {
-    fn from(class: Class) -> Self {
-        match class {
-            Class::Linear => Self::Linear,
-            Class::Step => Self::Step,
-            Class::Exponential => Self::Exponential,
-            Class::Saturating => Self::Saturating,
-            Class::PerReplay => Self::PerReplay,
-        }
-    }
-}
-
-impl From<LeakMode> for ModeSaid {
-    fn from(mode: LeakMode) -> Self {
-        match mode {
-            LeakMode::HeldByFramework => Self::HeldByFramework,
-            LeakMode::OutsideFramework => Self::OutsideFramework,
-            LeakMode::AllocatorRetention => Self::AllocatorRetention,
-            LeakMode::PerReplay => Self::PerReplay,
-            LeakMode::OneRank => Self::OneRank,
-            LeakMode::HostOrManaged => Self::HostOrManaged,
-        }
-    }
-}
-
 /// Seconds of a time in milliseconds, for metrics.
 pub fn as_seconds(milliseconds: u64) -> f64 {
     float(milliseconds) / 1000.0
@@ -161,7 +124,7 @@ pub fn as_seconds(milliseconds: u64) -> f64 {
 mod tests {
     use super::*;
     use crate::{
-        leak::{Life, LifeEnd, Rule, Signals},
+        leak::{LeakClass, LeakMode, Life, LifeEnd, Rule, Signals},
         time::Millis,
     };
 
@@ -170,13 +133,13 @@ mod tests {
             at: Millis(0),
             kind,
             rule: Rule::Trend,
-            class: Class::Step,
+            class: LeakClass::Step,
             slope_bytes_per_hour: Interval { low: -1.5e9, mid: 2.5e9, high: f64::INFINITY },
             exhaustion_milliseconds: Some(Interval { low: 90_500, mid: 120_000, high: u64::MAX }),
             confidence: 0.834,
             scales: Vec::new(),
             mode: Some((LeakMode::OneRank, 0.9)),
-            advice: Advice::Ticket,
+            advice: Some(LeakAdvice::Ticket),
             signals: Signals::default(),
             reason: "r".repeat(9999),
         }
@@ -218,10 +181,10 @@ mod tests {
                 Finding { slope_bytes_per_hour: Interval { low: 0.0, mid: slope, high: 9.0 }, ..finding };
             finding.told(LeakMemory::Device, &Profile::default(), Timestamp::UNIX_EPOCH).unwrap()
         };
-        let told = tell(FindingKind::Suspect, Class::Linear, 1.0);
-        let raised = tell(FindingKind::Act, Class::Linear, 1.0);
-        let other = tell(FindingKind::Suspect, Class::Step, 1.0);
-        let faster = tell(FindingKind::Suspect, Class::Linear, 2.0);
+        let told = tell(FindingKind::Suspect, LeakClass::Linear, 1.0);
+        let raised = tell(FindingKind::Act, LeakClass::Linear, 1.0);
+        let other = tell(FindingKind::Suspect, LeakClass::Step, 1.0);
+        let faster = tell(FindingKind::Suspect, LeakClass::Linear, 2.0);
         assert!(renewal_due(None, &told, 0));
         assert!(renewal_due(Some(&told), &raised, 0));
         assert!(!renewal_due(Some(&told), &other, 59_999) && renewal_due(Some(&told), &other, 60_000));

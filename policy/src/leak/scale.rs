@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::leak::{
-    Class, Interval, ScaleEvidence, Settings,
+    Interval, LeakClass, ScaleEvidence, Settings,
     load::{came_down_idle, without_load},
     mode::per_replay,
     number::{count, float},
@@ -50,7 +50,7 @@ pub(super) struct Verdict {
     /// Growth in the second half by that of the first.
     pub second_half: f64,
     /// How it grows.
-    pub class: Class,
+    pub class: LeakClass,
     /// Blocks that passed every gate and were records, with no fall between them: a rise in steps
     /// or with noise has no record in every block.
     pub streak: u32,
@@ -154,7 +154,7 @@ impl Scale {
         };
         let class = match (said != Said::Nothing, per_replay(blocks, trend.growth)) {
             (false, _) => self.verdict.class,
-            (true, true) => Class::PerReplay,
+            (true, true) => LeakClass::PerReplay,
             (true, false) => shape::class(since, trend.second_half),
         };
         self.verdict = Verdict {
@@ -234,9 +234,9 @@ pub(super) fn burst(blocks: &[Block]) -> f64 {
 }
 
 /// The slope from the first to the last point where few steps make the pairs' median blind.
-fn mean_slope(points: &[Point], class: Class) -> f64 {
+fn mean_slope(points: &[Point], class: LeakClass) -> f64 {
     match (points.first(), points.last()) {
-        (Some(a), Some(b)) if class == Class::Step && b.0 > a.0 => (b.1 - a.1) / (b.0 - a.0),
+        (Some(a), Some(b)) if class == LeakClass::Step && b.0 > a.0 => (b.1 - a.1) / (b.0 - a.0),
         _ => f64::NEG_INFINITY,
     }
 }

@@ -5,7 +5,7 @@
 //! noisy points almost anything looks exponential.
 
 use crate::leak::{
-    Class,
+    LeakClass,
     number::count,
     trend::{GRAIN, Point},
     window::{BLOCKS, mean},
@@ -27,27 +27,27 @@ const ENDED: f64 = 0.3;
 
 /// The class of a rise, given its points since the onset and how much its second half grew as a
 /// share of its first.
-pub(super) fn class(points: &[Point], second_half: f64) -> Class {
+pub(super) fn class(points: &[Point], second_half: f64) -> LeakClass {
     let n = points.len();
-    let (Some(first), Some(last)) = (points.first(), points.last()) else { return Class::Linear };
+    let (Some(first), Some(last)) = (points.first(), points.last()) else { return LeakClass::Linear };
     let span = last.0 - first.0;
     if n < 6 || span <= 0.0 || last.1 - first.1 < GRAIN {
-        return Class::Linear;
+        return LeakClass::Linear;
     }
     let at = |p: &Point| (p.0 - first.0) / span;
     let line = criterion(fit(points, |p| at(p)).0, n, 3.0);
-    let mut best = (Class::Linear, 0.0);
+    let mut best = (LeakClass::Linear, 0.0);
     for constant in CONSTANTS {
         let (error, rise) = fit(points, |p| 1.0 - (-at(p) / constant).exp());
         let gain = line - criterion(error, n, 4.0);
         if rise > 0.0 && gain > SATURATING_GAIN.max(best.1) && second_half < LEVELLED {
-            best = (Class::Saturating, gain);
+            best = (LeakClass::Saturating, gain);
         }
         let (error, rise) = fit(points, |p| ((at(p) - 1.0) / constant).exp());
         let gain = line - criterion(error, n, 4.0);
         let doublings = 1.0 / (constant * std::f64::consts::LN_2);
         if rise > 0.0 && gain > EXPONENTIAL_GAIN.max(best.1) && doublings >= DOUBLINGS {
-            best = (Class::Exponential, gain);
+            best = (LeakClass::Exponential, gain);
         }
     }
     // A ramp that ends in a level: a cache that has come to its bound.
@@ -57,13 +57,13 @@ pub(super) fn class(points: &[Point], second_half: f64) -> Class {
         let after = slope(points.iter().filter(|p| p.0 >= bend));
         let before = slope(points.iter().filter(|p| p.0 <= bend));
         if rise > 0.0 && gain > SATURATING_GAIN.max(best.1) && after < ENDED * before {
-            best = (Class::Saturating, gain);
+            best = (LeakClass::Saturating, gain);
         }
     }
-    if best.0 == Class::Saturating && !steps(points) {
-        return Class::Saturating;
+    if best.0 == LeakClass::Saturating && !steps(points) {
+        return LeakClass::Saturating;
     }
-    if steps(points) { Class::Step } else { best.0 }
+    if steps(points) { LeakClass::Step } else { best.0 }
 }
 
 /// At least two jumps, and a fifth of the differences hold four fifths of the growth.
@@ -117,7 +117,7 @@ fn criterion(error: f64, n: usize, k: f64) -> f64 {
 mod tests {
     use super::*;
 
-    fn of(height: impl Fn(f64) -> f64) -> Class {
+    fn of(height: impl Fn(f64) -> f64) -> LeakClass {
         // A little unevenness that is no function of the position.
         let uneven = |i: u32| f64::from((i * 7919) % 13) * 20.0;
         let points: Vec<Point> =
@@ -127,17 +127,17 @@ mod tests {
 
     #[test]
     fn r06_each_class_is_told_from_the_others() {
-        assert_eq!(of(|x| 3000.0 * x), Class::Linear);
-        assert_eq!(of(|x| 20_000.0 * (x / 6.0).floor()), Class::Step);
-        assert_eq!(of(|x| 300.0 * (x / 3.0).exp()), Class::Exponential);
-        assert_eq!(of(|x| 50_000.0 * (1.0 - (-x / 5.0).exp())), Class::Saturating);
-        assert_eq!(of(|x| 5000.0 * x.min(12.0)), Class::Saturating, "a ramp that ended");
+        assert_eq!(of(|x| 3000.0 * x), LeakClass::Linear);
+        assert_eq!(of(|x| 20_000.0 * (x / 6.0).floor()), LeakClass::Step);
+        assert_eq!(of(|x| 300.0 * (x / 3.0).exp()), LeakClass::Exponential);
+        assert_eq!(of(|x| 50_000.0 * (1.0 - (-x / 5.0).exp())), LeakClass::Saturating);
+        assert_eq!(of(|x| 5000.0 * x.min(12.0)), LeakClass::Saturating, "a ramp that ended");
     }
 
     #[test]
     fn noise_on_a_line_stays_a_line() {
-        assert_eq!(of(|_| 0.0), Class::Linear);
-        assert_eq!(class(&[], 1.0), Class::Linear);
-        assert_eq!(class(&[(0.0, 1.0); 18], 1.0), Class::Linear);
+        assert_eq!(of(|_| 0.0), LeakClass::Linear);
+        assert_eq!(class(&[], 1.0), LeakClass::Linear);
+        assert_eq!(class(&[(0.0, 1.0); 18], 1.0), LeakClass::Linear);
     }
 }

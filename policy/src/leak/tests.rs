@@ -5,8 +5,8 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use super::{
-    Advice, Class, Detector, Finding, FindingKind, Framework, LeakMode, LifeEnd, Sample, Settings, State,
-    StateError,
+    Detector, Finding, FindingKind, Framework, LeakAdvice, LeakClass, LeakMode, LifeEnd, Sample, Settings,
+    State, StateError,
 };
 use crate::time::Millis;
 
@@ -49,7 +49,7 @@ fn l01_a_linear_leak_is_suspect_early_and_acted_on_in_time() {
     assert_eq!(acts.len(), 1, "{findings:?}");
     let lead = 840 * MINUTE - acts[0].at.0;
     assert!((10 * MINUTE..=80 * MINUTE).contains(&lead), "{lead}");
-    assert_eq!((acts[0].class, acts[0].advice), (Class::Linear, Advice::Restart));
+    assert_eq!((acts[0].class, acts[0].advice), (LeakClass::Linear, Some(LeakAdvice::Restart)));
     let slope = acts[0].slope_bytes_per_hour;
     assert!((slope.mid / GI - 6.0).abs() < 0.5, "{slope:?}");
     let end = acts[0].exhaustion_milliseconds.unwrap();
@@ -136,12 +136,15 @@ fn a_life_that_leaked_does_not_teach_and_becomes_a_ticket() {
     let (mut detector, mut from, mut advice) = (detector(), 0, Vec::new());
     for _ in 0..4 {
         let findings = feed(&mut detector, from, 700, leak);
-        advice.push(acts(&findings).first().map(|f| f.advice));
+        advice.push(acts(&findings).first().and_then(|f| f.advice));
         from += 700;
         detector.begin_life(Millis(from * MINUTE), LifeEnd::LeakAct);
     }
     assert_eq!(detector.profile().peak(), None);
-    assert_eq!(advice, [Advice::Restart, Advice::Restart, Advice::Restart, Advice::Ticket].map(Some));
+    assert_eq!(
+        advice,
+        [LeakAdvice::Restart, LeakAdvice::Restart, LeakAdvice::Restart, LeakAdvice::Ticket].map(Some)
+    );
 }
 
 #[test]
@@ -156,7 +159,7 @@ fn r07_reserved_that_grows_without_allocated_is_the_allocator() {
     }
     let last = last.unwrap();
     assert_eq!(last.mode.map(|m| m.0), Some(LeakMode::AllocatorRetention));
-    assert_eq!(last.advice, Advice::AllocatorOption);
+    assert_eq!(last.advice, Some(LeakAdvice::AllocatorOption));
 }
 
 #[test]

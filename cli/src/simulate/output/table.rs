@@ -89,8 +89,6 @@ fn write_row(into: &mut impl Write, row: &[String; COLUMNS], widths: &[usize; CO
 }
 
 fn row(decision: &Decision<'_>) -> [String; COLUMNS] {
-    let class = decision.class.and_then(|class| serde_json::to_value(class).ok());
-    let class = class.and_then(|class| class.as_str().map(str::to_owned));
     let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
     [
         time(decision.seconds),
@@ -98,7 +96,7 @@ fn row(decision: &Decision<'_>) -> [String; COLUMNS] {
         printable(decision.device),
         decision.life.to_string(),
         decision.kind.name().to_owned(),
-        or_dash(class),
+        or_dash(decision.class.map(str::to_owned)),
         or_dash(decision.slope_bytes_per_hour.map(growth)),
         or_dash(decision.exhaustion_seconds.map(|seconds| span(seconds.saturating_mul(1000)))),
         or_dash(decision.confidence.map(|sure| format!("{sure:.2}"))),
@@ -137,10 +135,10 @@ fn printable(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use highwater_policy::leak::Class;
+    use highwater_policy::leak::LeakClass;
 
     use super::*;
-    use crate::simulate::decision::Kind;
+    use crate::simulate::decision::{Kind, class};
 
     fn decision(pod: &str) -> Decision<'_> {
         Decision {
@@ -149,7 +147,7 @@ mod tests {
             life: 1,
             seconds: Seconds(93_784_500),
             kind: Kind::Act,
-            class: Some(Class::PerReplay),
+            class: Some(class(LeakClass::PerReplay)),
             slope_bytes_per_hour: Some(1.5 * 1024.0 * 1024.0 * 1024.0),
             exhaustion_seconds: Some(2580),
             confidence: Some(0.912),
