@@ -18,8 +18,8 @@ use std::{
 use highwater_crds::{
     Action, ActionType, BreakerScope, ByteSize, DeviceModel, DeviceRule, DeviceSelector, DeviceStatus,
     GpuMemoryNodeSpec, GpuMemoryPolicySpec, IncidentKind, Mode, Partition, PlanBreaker, PlanDriverReserve,
-    PlanHostMemory, PlanLayer, PlanLeaks, PlanPool, PlanQuota, Pool, Quota, Strength, Victims, Watermark,
-    names,
+    PlanHostMemory, PlanLayer, PlanLeaks, PlanPool, PlanQuota, Planned, Pool, Quota, Strength, Victims,
+    Watermark, names,
 };
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
@@ -598,22 +598,17 @@ fn layer(
         let breakers: Vec<PlanBreaker> = [BreakerScope::Device, BreakerScope::Pool, BreakerScope::Pod]
             .into_iter()
             .filter_map(|scope| {
-                let claims = members.iter().filter_map(|(rank, p)| {
-                    let value = p.spec.breakers.iter().find(|b| b.scope == scope)?;
-                    Some((*rank, (value, p.spec.namespaces.as_ref())))
-                });
-                let (rank, (value, namespaces)) = losses.settle(&format!("breakers[{scope:?}]"), claims)?;
-                Some(PlanBreaker {
-                    policy: name_of(&members, rank)?,
-                    namespaces: namespaces.cloned(),
-                    owner_kinds: victims.1.clone(),
-                    value: value.clone(),
+                let field = format!("breakers[{scope:?}]");
+                settle_whole(&members, &victims.1, losses, &field, |policy| {
+                    policy.breakers.iter().find(|breaker| breaker.scope == scope)
                 })
             })
             .collect();
 
-        let host_memory = settle_host_memory(&members, &victims.1, losses);
-        let leaks = settle_leaks(&members, &victims.1, losses);
+        let host_memory =
+            settle_whole(&members, &victims.1, losses, "hostMemory", |policy| policy.host_memory.as_ref());
+        // Its times belong together.
+        let leaks = settle_whole(&members, &victims.1, losses, "leaks", |policy| policy.leaks.as_ref());
         settle_breach(&members, losses);
         let mut quota_policies = Vec::new();
         for (rank, policy) in &members {
@@ -683,35 +678,18 @@ fn settle_pool(members: &[(usize, &Policy)], losses: &mut Losses) -> Option<Plan
     Some(PlanPool { policy: name_of(members, rank)?, max_policy, value })
 }
 
-/// The rule on host memory, whole from one policy.
-fn settle_host_memory(
-    members: &[(usize, &Policy)],
+/// A part that comes whole from one policy: the first of these that has it.
+fn settle_whole<'a, T: Clone + PartialEq + 'a>(
+    members: &[(usize, &'a Policy)],
     owner_kinds: &[String],
     losses: &mut Losses,
-) -> Option<PlanHostMemory> {
-    let claims = members
-        .iter()
-        .filter_map(|(rank, p)| Some((*rank, (p.spec.host_memory.as_ref()?, p.spec.namespaces.as_ref()))));
-    let (rank, (value, namespaces)) = losses.settle("hostMemory", claims)?;
-    Some(PlanHostMemory {
-        policy: name_of(members, rank)?,
-        namespaces: namespaces.cloned(),
-        owner_kinds: owner_kinds.to_vec(),
-        value: value.clone(),
-    })
-}
-
-/// Leak detection, whole from one policy: its times belong together.
-fn settle_leaks(
-    members: &[(usize, &Policy)],
-    owner_kinds: &[String],
-    losses: &mut Losses,
-) -> Option<PlanLeaks> {
-    let claims = members
-        .iter()
-        .filter_map(|(rank, p)| Some((*rank, (p.spec.leaks.as_ref()?, p.spec.namespaces.as_ref()))));
-    let (rank, (value, namespaces)) = losses.settle("leaks", claims)?;
-    Some(PlanLeaks {
+    field: &str,
+    part: impl Fn(&'a GpuMemoryPolicySpec) -> Option<&'a T>,
+) -> Option<Planned<T>> {
+    let claims =
+        members.iter().filter_map(|(rank, p)| Some((*rank, (part(&p.spec)?, p.spec.namespaces.as_ref()))));
+    let (rank, (value, namespaces)) = losses.settle(field, claims)?;
+    Some(Planned {
         policy: name_of(members, rank)?,
         namespaces: namespaces.cloned(),
         owner_kinds: owner_kinds.to_vec(),
@@ -826,25 +804,23 @@ pub fn terms(
         IncidentKind::Breaker | IncidentKind::ZombieMemory => {
             let asks = |b: &PlanBreaker| marks(b).flat_map(|mark| &mark.actions).any(|a| a.type_ == act);
             let breaker = rules.flat_map(|r| &r.breakers).find(|b| b.policy == policy && asks(b))?;
-            Some(Terms { namespaces: breaker.namespaces.clone(), owner_kinds: breaker.owner_kinds.clone() })
+            Some(breaker.into())
         }
         IncidentKind::QuotaBreach => {
             rules.find(|r| r.quota_policies.iter().any(|p| p == policy))?;
             let quota = layer.quotas.iter().find(|q| q.policy == policy)?;
             quota.value.breach.as_ref()?.actions.iter().find(|a| a.type_ == act)?;
-            Some(Terms { namespaces: quota.namespaces.clone(), owner_kinds: quota.owner_kinds.clone() })
+            Some(quota.into())
         }
         IncidentKind::HostMemory => {
             let asks = |h: &&PlanHostMemory| {
                 h.policy == policy && h.value.actions.iter().any(|action| action.type_ == act)
             };
-            let rule = rules.filter_map(|r| r.host_memory.as_ref()).find(asks)?;
-            Some(Terms { namespaces: rule.namespaces.clone(), owner_kinds: rule.owner_kinds.clone() })
+            rules.filter_map(|r| r.host_memory.as_ref()).find(asks).map(Terms::from)
         }
         IncidentKind::Leak => {
             let asks = |l: &&PlanLeaks| l.policy == policy && l.value.actions.iter().any(|a| a.type_ == act);
-            let rule = rules.filter_map(|r| r.leaks.as_ref()).find(asks)?;
-            Some(Terms { namespaces: rule.namespaces.clone(), owner_kinds: rule.owner_kinds.clone() })
+            rules.filter_map(|r| r.leaks.as_ref()).find(asks).map(Terms::from)
         }
     }
 }
@@ -864,8 +840,8 @@ pub fn leak_rule<'a>(
     rules.filter_map(|r| r.leaks.as_ref()).find(|l| l.policy == policy)
 }
 
-impl From<&PlanLeaks> for Terms {
-    fn from(rule: &PlanLeaks) -> Self {
+impl<T> From<&Planned<T>> for Terms {
+    fn from(rule: &Planned<T>) -> Self {
         Self { namespaces: rule.namespaces.clone(), owner_kinds: rule.owner_kinds.clone() }
     }
 }

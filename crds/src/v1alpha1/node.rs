@@ -109,7 +109,7 @@ pub struct DeviceRule {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<PlanPool>,
 
-    /// The breakers, one a scope.
+    /// The breakers, one a scope, with the marks of a preset filled in.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 3))]
     pub breakers: Vec<PlanBreaker>,
@@ -152,27 +152,10 @@ pub struct PlanPool {
     pub value: Pool,
 }
 
-/// A breaker, the policy it came from, and whom that policy lets it act on.
-#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// A part of a policy, the policy it came from, and whom that policy lets it act on.
+#[derive(JsonSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct PlanBreaker {
-    /// The policy.
-    #[schemars(length(max = 253))]
-    pub policy: String,
-    /// Its namespaces. Absent: every one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub namespaces: Option<LabelSelector>,
-    /// The owner kinds whose pods it may restart.
-    #[schemars(length(max = 16))]
-    pub owner_kinds: Vec<String>,
-    /// Its value. Marks of a preset are filled in.
-    pub value: Breaker,
-}
-
-/// A rule on host memory, the policy it came from, and whom that policy lets it act on.
-#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct PlanHostMemory {
+pub struct Planned<T> {
     /// The policy.
     #[schemars(length(max = 253))]
     pub policy: String,
@@ -183,42 +166,17 @@ pub struct PlanHostMemory {
     #[schemars(length(max = 16))]
     pub owner_kinds: Vec<String>,
     /// Its value.
-    pub value: HostMemory,
+    pub value: T,
 }
 
-/// Leak detection, the policy it came from, and whom that policy lets it act on.
-#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct PlanLeaks {
-    /// The policy.
-    #[schemars(length(max = 253))]
-    pub policy: String,
-    /// Its namespaces. Absent: every one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub namespaces: Option<LabelSelector>,
-    /// The owner kinds whose pods it may restart.
-    #[schemars(length(max = 16))]
-    pub owner_kinds: Vec<String>,
-    /// Its value.
-    pub value: Leaks,
-}
-
-/// The quotas of one policy.
-#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct PlanQuota {
-    /// The policy.
-    #[schemars(length(max = 253))]
-    pub policy: String,
-    /// Its namespaces. Absent: every one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub namespaces: Option<LabelSelector>,
-    /// The owner kinds whose pods it may restart.
-    #[schemars(length(max = 16))]
-    pub owner_kinds: Vec<String>,
-    /// Its value.
-    pub value: Quota,
-}
+/// A breaker of a plan.
+pub type PlanBreaker = Planned<Breaker>;
+/// A rule on host memory of a plan.
+pub type PlanHostMemory = Planned<HostMemory>;
+/// Leak detection by a plan.
+pub type PlanLeaks = Planned<Leaks>;
+/// The quotas of one policy in a plan.
+pub type PlanQuota = Planned<Quota>;
 
 /// The state of one node.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
