@@ -144,7 +144,12 @@ impl Attributor {
 
     /// The owner of the process `pid`.
     pub(crate) fn owner(&mut self, pid: u32) -> Owner {
-        let now = self.now;
+        let (sample, now) = (self.sample, self.now);
+        // As nearly always: it is known, and has not ended.
+        if let Some(known) = self.known.get_mut(&pid).filter(|known| known.pidfd.is_some()) {
+            known.last_asked = sample;
+            return known.owner.clone();
+        }
         match self.look_up(pid) {
             Ok(known) if known.ended.is_some_and(|at| now.saturating_duration_since(at) > DYING) => {
                 Owner::Gone

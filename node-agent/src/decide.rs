@@ -455,8 +455,8 @@ impl Terms {
 fn tenants<'a>(device: &Device, place: Place<'a>) -> Vec<&'a Arc<Pod>> {
     let holds = |pod: &Pod| device.ledger.by_pod.iter().any(|held| held.pod == pod.kubelet_uid);
     let given = |pod: &Pod| {
-        let devices = place.assignments.devices(&pod.facts.namespace, &pod.facts.name);
-        !pod.facts.finished && devices.contains(device.info.uuid.as_str())
+        let mut devices = place.assignments.devices(&pod.facts.namespace, &pod.facts.name);
+        !pod.facts.finished && devices.any(|given| *given == *device.info.uuid)
     };
     let asks = |pod: &Pod| place.wards.wants(&pod.kubelet_uid, &device.uuid);
     // It is owed what it has on the host.

@@ -156,6 +156,8 @@ pub(crate) struct Engine {
     stale: bool,
     /// What pods are to be shown may have changed since all of them were looked at.
     restless: bool,
+    /// Whose host memory and whose framework's numbers are read may have changed since that was asked.
+    asks_anew: bool,
     ruled: Millis,
     evidence: Evidence,
     watch: Option<Watch>,
@@ -226,6 +228,7 @@ impl Engine {
             binds: false,
             stale: true,
             restless: true,
+            asks_anew: true,
             ruled: Millis::default(),
             evidence: Evidence::default(),
             watch: None,
@@ -495,6 +498,7 @@ impl Engine {
     fn check_plan(&mut self, now: Millis) {
         let binds = self.plan.as_ref().is_some_and(|plan| plan.binds(now));
         self.restless |= binds != self.binds;
+        self.asks_anew |= binds != self.binds;
         if std::mem::replace(&mut self.binds, binds) && !binds {
             warn!("no plan binds any more: measuring only");
         }
@@ -646,8 +650,10 @@ impl Engine {
         let node: Vec<Arc<str>> = self.devices.iter().map(|(device, _)| Arc::clone(&device.uuid)).collect();
         let assignments = &self.resources.assignments;
         let given = |pod: &Pod| {
-            let given = assignments.devices(&pod.facts.namespace, &pod.facts.name);
-            node.iter().filter(|device| given.contains(&***device)).map(Arc::clone).collect()
+            let given = |device: &Arc<str>| {
+                assignments.devices(&pod.facts.namespace, &pod.facts.name).any(|given| *given == **device)
+            };
+            node.iter().filter(|device| given(device)).map(Arc::clone).collect()
         };
         self.wards.follow(&self.world, &node, self.pools.keeper(), given, now, &mut self.order);
         if self.wards.incomplete() {
@@ -765,6 +771,7 @@ impl Engine {
         if self.stale {
             // Who is seen there for the first time may have been watched by an earlier agent.
             self.leaks.rule(&self.devices, &self.world, &self.release_namespace, now, pass.wall);
+            self.asks_anew = true;
         }
         self.restless |= self.leaks.sample(&self.devices, now, pass.wall);
         self.base.step((self.base_strength(now), None), now);
@@ -825,6 +832,7 @@ impl Engine {
         self.hosts.rule(&self.devices, &self.world, &self.release_namespace);
         let (_, wall) = self.now();
         self.leaks.rule(&self.devices, &self.world, &self.release_namespace, now, wall);
+        self.asks_anew = true;
         let pods = &self.world.pods;
         self.limits.retain(|uid| pods.contains_key(uid));
         if self.world.synced.pods {
@@ -853,7 +861,12 @@ impl Engine {
         };
         let fault = device.fault;
         let (tenants, enforced) = (&rules.tenants, rules.enforced());
+        let declares = tenants.iter().any(|tenant| tenant.pod.facts.declared.is_some());
         let declared = |uid: &str| {
+            // Hardly a pod declares anything, and this is asked for each of them at each sample.
+            if !declares {
+                return 0;
+            }
             let tenant = tenants.iter().find(|tenant| *tenant.pod.kubelet_uid == *uid);
             tenant.zip(enforced).map_or(0, |(tenant, layer)| declared_part(tenant, layer))
         };
@@ -2029,7 +2042,7 @@ mod tests {
             container: "main".into(),
             devices: ["GPU-0".to_owned()].into(),
         };
-        assignments.pods.insert(("team".into(), "c".into()), vec![device]);
+        assignments.pods.entry("team".into()).or_default().insert("c".into(), vec![device]);
         bench.engine.resources(Snapshot { assignments: Arc::new(assignments), at: None });
         bench.sample(0, &[("a", 5)]);
         let text = bench.engine.render(None);

@@ -175,7 +175,7 @@ impl Bench {
         let mut assignments = Assignments::default();
         for pod in pods {
             let devices = ContainerDevices { container: "main".into(), devices: [DEVICE.to_owned()].into() };
-            assignments.pods.insert(("team".into(), (*pod).to_owned()), vec![devices]);
+            assignments.pods.entry("team".into()).or_default().insert((*pod).to_owned(), vec![devices]);
         }
         let at = Some(tokio::time::Instant::now());
         self.engine.resources(Snapshot { assignments: Arc::new(assignments), at });

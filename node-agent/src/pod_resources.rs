@@ -46,8 +46,8 @@ pub(crate) struct Snapshot {
 /// The devices of the node's active pods.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Assignments {
-    /// By namespace and name of the pod (the kubelet gives no UID): the containers that have GPUs.
-    pub(crate) pods: BTreeMap<(String, String), Vec<ContainerDevices>>,
+    /// By namespace, and then by name of the pod (the kubelet gives no UID): the containers that have GPUs.
+    pub(crate) pods: BTreeMap<String, BTreeMap<String, Vec<ContainerDevices>>>,
     /// Number of resource claims (DRA) held by containers. Their devices are not resolved.
     pub(crate) claims: usize,
 }
@@ -63,11 +63,10 @@ pub(crate) struct ContainerDevices {
 }
 
 impl Assignments {
-    /// The devices of a pod, over all of its containers.
-    pub(crate) fn devices(&self, namespace: &str, name: &str) -> BTreeSet<&str> {
-        // A map keyed by two strings can only be asked with two owned ones.
-        let containers = self.pods.get(&(namespace.to_owned(), name.to_owned()));
-        containers.into_iter().flatten().flat_map(|c| c.devices.iter().map(String::as_str)).collect()
+    /// The devices of a pod, over all of its containers: one that several have several times.
+    pub(crate) fn devices(&self, namespace: &str, name: &str) -> impl Iterator<Item = &str> {
+        let containers = self.pods.get(namespace).and_then(|pods| pods.get(name));
+        containers.into_iter().flatten().flat_map(|c| c.devices.iter().map(String::as_str))
     }
 }
 
@@ -89,7 +88,7 @@ impl From<ListPodResourcesResponse> for Assignments {
                 }
             }
             if !containers.is_empty() {
-                assignments.pods.insert((pod.namespace, pod.name), containers);
+                assignments.pods.entry(pod.namespace).or_default().insert(pod.name, containers);
             }
         }
         assignments
@@ -273,9 +272,11 @@ mod tests {
                 with_claim,
             ],
         ));
-        assert_eq!(assignments.devices("llm", "server"), BTreeSet::from(["GPU-1", "GPU-2", "MIG-1"]));
-        assert_eq!(assignments.devices("llm", "other"), BTreeSet::new());
-        let names = assignments.pods.values().flatten().map(|c| c.container.as_str());
+        let devices = |name| assignments.devices("llm", name).collect::<BTreeSet<_>>();
+        assert_eq!(devices("server"), BTreeSet::from(["GPU-1", "GPU-2", "MIG-1"]));
+        assert_eq!(devices("other"), BTreeSet::new());
+        let names =
+            assignments.pods.values().flat_map(BTreeMap::values).flatten().map(|c| c.container.as_str());
         assert_eq!(names.collect::<Vec<_>>(), ["a", "b"]);
         assert_eq!(assignments.claims, 2);
     }
@@ -292,7 +293,7 @@ mod tests {
         let client = tokio::spawn(run(socket.clone(), changed.clone(), sender, cancelled.clone()));
         let server = serve(&socket, answer.clone());
         let holds = |name: &'static str| {
-            move |snapshot: &Snapshot| !snapshot.assignments.devices("llm", name).is_empty()
+            move |snapshot: &Snapshot| snapshot.assignments.devices("llm", name).next().is_some()
         };
         snapshots.wait_for(holds("first")).await.unwrap();
 
@@ -304,7 +305,7 @@ mod tests {
         server.abort();
         assert!(server.await.unwrap_err().is_cancelled());
         std::fs::remove_file(&socket).unwrap();
-        assert!(!snapshots.borrow().assignments.devices("llm", "second").is_empty());
+        assert!(holds("second")(&snapshots.borrow()));
         answers.send_replace(one_gpu("third"));
         let _server = serve(&socket, answer);
         changed.notify_one();

@@ -187,8 +187,10 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
                 engine.tick(&unresponsive, blocked);
                 sampler.stand_down(engine.stands_down());
                 sampler.eager(engine.is_eager());
-                renew(&acts.wants, engine.host_wants());
-                renew(&acts.targets, engine.framework_targets());
+                if engine.asks_anew() {
+                    renew(&acts.wants, engine.host_wants());
+                    renew(&acts.targets, engine.framework_targets());
+                }
                 if looking.is_empty() && engine.seeks_evidence() {
                     let proc_root = proc_root.clone();
                     looking.spawn_blocking(move || evidence::look(&proc_root));

@@ -192,6 +192,12 @@ impl Engine {
         self.restless |= self.hosts.read(readings, now);
     }
 
+    /// Whether [`host_wants`](Self::host_wants) and [`framework_targets`](Self::framework_targets) may say
+    /// something else than when this was asked last: they follow from who is where, not from samples.
+    pub(crate) fn asks_anew(&mut self) -> bool {
+        std::mem::take(&mut self.asks_anew)
+    }
+
     /// The pods whose host memory is to be read.
     pub(crate) fn host_wants(&self) -> Vec<Want> {
         if !self.binds {

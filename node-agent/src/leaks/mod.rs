@@ -223,10 +223,14 @@ impl Leaks {
         let at = self.at(now);
         let (mut changed, mut due) = (false, None);
         for (uid, watched) in &mut self.pods {
+            // Pods that came at different times are due at different times: few of them at any.
+            let next = watched.due();
+            if next.is_none_or(|next| now < next) {
+                due = due.into_iter().chain(next).min();
+                continue;
+            }
             let Some(pod) = watched.pod.clone() else { continue };
-            let on = watched.series.iter().filter(|s| s.of.memory == LeakMemory::Device && s.rule.is_some());
-            let only =
-                on.map(|series| &series.of.device).collect::<std::collections::BTreeSet<_>>().len() == 1;
+            let only = watched.has_one_device();
             let mut fed = false;
             for series in watched.series.iter_mut().filter(|series| series.rule.is_some()) {
                 if now >= series.due {
@@ -360,6 +364,19 @@ impl Watched {
             framework: None,
             failing: false,
         }
+    }
+
+    /// When something of it is sampled next; `None` where no rule concerns it, or it is not known.
+    fn due(&self) -> Option<Millis> {
+        let ruled = self.series.iter().filter(|series| self.pod.is_some() && series.rule.is_some());
+        ruled.map(|series| series.due).min()
+    }
+
+    /// Whether rules concern it on one device alone, in however many modes.
+    fn has_one_device(&self) -> bool {
+        let ruled = |s: &&Series| s.of.memory == LeakMemory::Device && s.rule.is_some();
+        let mut on = self.series.iter().filter(ruled).map(|series| &series.of.device);
+        on.next().is_some_and(|first| on.all(|other| other == first))
     }
 
     /// How often something of it is sampled, in milliseconds; `None` where no rule concerns it.
