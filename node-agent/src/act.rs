@@ -18,7 +18,7 @@ use jiff::Timestamp;
 use tracing::{info, warn};
 
 use crate::{
-    decide::{Because, Wanted},
+    decide::{Because, HOST, Wanted},
     publish::Notice,
     signal::{BatchAdvice, Pressure, SignalError, Signals},
     world::Pod,
@@ -228,8 +228,15 @@ fn note(wanted: &Wanted) -> String {
             size(wanted.limit)
         ),
         Because::Leak => {
-            let limit = size(wanted.limit);
-            format!("the pod's memory there grows and may run out soon; it can come to {limit}")
+            let grows = format!(
+                "grows and may run out soon; it holds {} and can come to {}",
+                size(wanted.used),
+                size(wanted.limit)
+            );
+            if &*wanted.device == HOST {
+                return format!("asked to use less host memory: the pod's memory there {grows}");
+            }
+            format!("the pod's memory there {grows}")
         }
         Because::Host => {
             return format!(

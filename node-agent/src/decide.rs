@@ -155,12 +155,24 @@ pub(crate) enum Change {
     Breach(Mode, usize, BreachChange),
 }
 
+/// What a pod holds of a memory, in bytes: on a device, or on the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Held {
+    /// Held.
+    pub(crate) used: Option<u64>,
+    /// What it may come to.
+    pub(crate) limit: Option<u64>,
+}
+
+/// What a signal names as its device where it is about host memory.
+pub(crate) const HOST: &str = "host";
+
 /// A signal that a pod ought to see.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Wanted {
     /// How high memory stands for it.
     pub(crate) level: Level,
-    /// UUID of the device.
+    /// UUID of the device, or [`HOST`].
     pub(crate) device: Arc<str>,
     /// What it uses there.
     pub(crate) used: Option<u64>,

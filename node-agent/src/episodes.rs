@@ -15,8 +15,8 @@ use std::{
 
 use highwater_crds::{
     Action, ActionType, BreakerScope, ByteSize, DecisionState, Evidence, GpuMemoryIncident,
-    GpuMemoryIncidentSpec, IncidentKind, LeakFinding, LeakStage, Mode, Observation, ObservationState,
-    Proposal, Subject, names,
+    GpuMemoryIncidentSpec, IncidentKind, LeakFinding, LeakMemory, LeakStage, Mode, Observation,
+    ObservationState, Proposal, Subject, names,
 };
 use highwater_policy::{
     breaker,
@@ -31,10 +31,11 @@ use kube::ResourceExt;
 use tracing::warn;
 
 use self::climb::Stand;
+pub(crate) use self::leak::memory_of_leak;
 use crate::{
     account::Device,
     act::{carry::Carries, parks::Parks},
-    decide::{Concern, Rules, Standing, Tenant},
+    decide::{Concern, Held, Rules, Standing, Tenant},
     evidence::Evidence as Looked,
     hosts::Hosts,
     ladder::{At, Foot, Ladder},
@@ -334,7 +335,7 @@ impl Episodes {
                 &concern,
                 actions,
                 need,
-                tenant.used,
+                None,
                 &explanation(),
                 wanted,
             );
@@ -359,7 +360,7 @@ impl Episodes {
                 explanation: explanation(),
                 ..Draft::of(stand, action)
             };
-            Running::new(draft.spec(IncidentKind::QuotaBreach, &breach.policy, None))
+            Running::new(draft.begin(IncidentKind::QuotaBreach, &breach.policy, None))
         });
     }
 
@@ -375,17 +376,17 @@ impl Episodes {
         // What pressure has tripped needs acts however much is used.
         let need = highwater_policy::host_memory::need(&rule.value, &tripped.sample).unwrap_or(0).max(1);
         let (actions, policy) = (&rule.value.actions, &rule.policy);
-        let (kind, used) = (IncidentKind::HostMemory, tripped.sample.held);
+        let held = Held { used: tripped.sample.held, limit: tripped.sample.limit };
         self.climb_pod(
             stand,
             At::Host,
-            kind,
+            IncidentKind::HostMemory,
             policy,
             place,
             &tripped.concern,
             actions,
             need,
-            used,
+            Some(held),
             &tripped.why,
             wanted,
         );
@@ -408,7 +409,7 @@ impl Episodes {
             );
             let action = Action::of(ActionType::Drain);
             let draft = Draft { explanation, frees: Some(bytes), ..Draft::of(stand, &action) };
-            Running::new(draft.spec(IncidentKind::ZombieMemory, &watched.rule.policy, None))
+            Running::new(draft.begin(IncidentKind::ZombieMemory, &watched.rule.policy, None))
         });
     }
 
@@ -451,7 +452,7 @@ impl Episodes {
                     frees: Some(overdue.bytes),
                     ..Draft::of(stand, &action)
                 };
-                Running::new(draft.spec(IncidentKind::Breaker, &watched.rule.policy, None))
+                Running::new(draft.begin(IncidentKind::Breaker, &watched.rule.policy, None))
             });
         }
     }
@@ -541,13 +542,15 @@ impl Episodes {
                 self.observing.insert(name.clone(), Observing::of(incident, moment));
             }
             let Some(observing) = self.observing.get_mut(name) else { continue };
+            let stored = incident.status.as_ref().and_then(|status| status.observation.as_ref());
+            let memory = memory_of_leak(incident, observing.written.as_ref().or(stored), world, moment.leaks);
             let read = (moment.hosts, moment.leaks, moment.now);
+            let parks = Some(moment.parks);
             let Some((seen, bytes)) =
-                see(&incident.spec, devices, world, Some(moment.parks), read, &mut observing.held)
+                see(&incident.spec, memory, devices, world, parks, read, &mut observing.held)
             else {
                 continue;
             };
-            let stored = incident.status.as_ref().and_then(|status| status.observation.as_ref());
             let question = observing.question(incident, moment.present);
             observing.hear_of_act(incident, moment.present);
             let last = Last {
@@ -561,9 +564,8 @@ impl Episodes {
             // An end is not taken back, whatever becomes of the act.
             let ended = matches!(last.state, ObservationState::Recovered | ObservationState::Gone);
             let news = (act.as_ref() != told).then_some(if ended { last.state } else { seen });
-            let told_of_leak = observing.written.as_ref().or(stored).and_then(|o| o.leak.as_ref());
-            let told_of_leak = told_of_leak.or(incident.spec.evidence.leak.as_ref());
-            let leak = leak::present(incident, world, moment).or(told_of_leak).cloned();
+            let told_of_leak = leak::told(incident, observing.written.as_ref().or(stored));
+            let leak = leak::present(incident, world, moment.leaks).or(told_of_leak).cloned();
             let grown = leak.as_ref().is_some_and(|now| renewal_due(told_of_leak, now, last.age));
             let grown = grown && !ended && !episode::is_closed(incident);
             let Some(state) = due.or(news).or(grown.then_some(seen)) else { continue };
@@ -673,11 +675,13 @@ fn is_back_within(due: Option<i64>, used_then: Option<i64>, used: Option<u64>) -
     used_then.is_some_and(|then| then > due) && used.is_some_and(|used| signed(used) <= due)
 }
 
-/// What is seen now of the reason for an incident, and what its subject holds. `None` while the
-/// device has not been sampled. `held` is what the subject and nobody alive held before.
+/// What is seen now of the reason for an incident, and what its subject holds; of a leak, of the `memory`
+/// that it is in. `None` while the device has not been sampled. `held` is what the subject and nobody alive
+/// held before.
 #[allow(clippy::too_many_lines, reason = "one kind of incident after the other")]
 pub(crate) fn see(
     spec: &GpuMemoryIncidentSpec,
+    memory: LeakMemory,
     devices: &[(Device, Rules)],
     world: &World,
     parks: Option<&Parks>,
@@ -727,12 +731,23 @@ pub(crate) fn see(
             None => (Gone, Some(0)),
         });
     }
-    if let (IncidentKind::Leak, Some(tenant)) = (spec.kind, tenant) {
-        return Some(match leaks.seen(&tenant.pod.kubelet_uid, spec.mode, &spec.device, now) {
-            Some(Seen::Suspect) => (Over, used),
-            Some(Seen::Unknown) => (Unknown, used),
-            Some(Seen::Calm) | None => (Recovered, used),
-        });
+    if spec.kind == IncidentKind::Leak {
+        if let Some(tenant) = tenant {
+            let uid = &tenant.pod.kubelet_uid;
+            let bytes = match memory {
+                LeakMemory::Device => used,
+                LeakMemory::Host => leaks.held(uid, spec.mode, &spec.device, memory).used,
+            };
+            return Some(match leaks.seen(uid, spec.mode, &spec.device, now) {
+                Some(Seen::Suspect) => (Over, bytes),
+                Some(Seen::Unknown) => (Unknown, bytes),
+                Some(Seen::Calm) | None => (Recovered, bytes),
+            });
+        }
+        if memory == LeakMemory::Host {
+            // It went with the pod, whatever is left on the device.
+            return Some(if pod.is_some() { (Unknown, None) } else { (Gone, Some(0)) });
+        }
     }
     if spec.kind == IncidentKind::ZombieMemory {
         let Some(bytes) = device.ledger.zombie else { return Some((Unknown, None)) };
@@ -829,6 +844,8 @@ struct Draft<'a> {
     frees: Option<u64>,
     in_place: bool,
     alternatives: Vec<String>,
+    /// What the subject holds of the host's memory, where that and not the device's is what it is about.
+    host: Option<Held>,
     leak: Option<LeakFinding>,
     explanation: String,
     moment: Moment<'a>,
@@ -849,17 +866,31 @@ impl<'a> Draft<'a> {
             frees: None,
             in_place: false,
             alternatives: Vec::new(),
+            host: None,
             leak: None,
             explanation: String::new(),
             moment,
         }
     }
 
+    /// The evidence of an episode that begins.
+    fn begin(self, kind: IncidentKind, policy: &str, trip_percent: Option<i32>) -> GpuMemoryIncidentSpec {
+        warn!(?kind, act = ?self.action.type_, device = self.device.label,
+            subject = ?self.tenant.map(|tenant| &tenant.pod.facts.name), explanation = self.explanation,
+            "an episode began");
+        self.spec(kind, policy, trip_percent)
+    }
+
     fn spec(self, kind: IncidentKind, policy: &str, trip_percent: Option<i32>) -> GpuMemoryIncidentSpec {
         let ledger = &self.device.ledger;
         let layer = self.rules.layers.get(self.layer);
-        let quota = self.tenant.and_then(|t| t.terms.get(self.layer)?.quota.as_ref());
-        let used = self.tenant.and_then(|tenant| tenant.used);
+        // What is said of the subject is of the memory that it is about.
+        let there = self.tenant.filter(|_| self.host.is_none());
+        let quota = there.and_then(|t| t.terms.get(self.layer)?.quota.as_ref());
+        let Held { used, limit } = self.host.unwrap_or_else(|| Held {
+            used: there.and_then(|tenant| tenant.used),
+            limit: quota.map(|quota| quota.limit),
+        });
         let uid = self.tenant.map(|tenant| &tenant.pod.kubelet_uid);
         let mut neighbours: Vec<i64> = ledger
             .by_pod
@@ -887,8 +918,6 @@ impl<'a> Draft<'a> {
         let shown = layer.and_then(|layer| layer.breaker(BreakerScope::Device)).map(|watched| &watched.state);
         let told = self.standing.or(shown.filter(|_| kind != IncidentKind::Breaker));
         let share = self.standing.map_or(ledger.level, |standing| standing.reading.share);
-        warn!(?kind, act = ?self.action.type_, device = self.device.label, subject = ?subject.as_ref().map(|s| &s.name),
-            explanation = self.explanation, "an episode began");
         GpuMemoryIncidentSpec {
             kind,
             mode: layer.map(|layer| layer.mode).unwrap_or_default(),
@@ -907,16 +936,16 @@ impl<'a> Draft<'a> {
                 device_total_bytes: ledger.total.map(signed),
                 device_free_bytes: ledger.free.map(signed),
                 used_bytes: used.map(signed),
-                limit_bytes: quota.map(|quota| signed(quota.limit)),
+                limit_bytes: limit.map(signed),
                 due_bytes: quota.map(|quota| signed(quota.due())),
                 quota_rule: quota.map(|quota| quota.source.rule.clone()),
                 neighbour_bytes: neighbours,
                 foreign_bytes: ledger.foreign.map(signed),
                 unexplained_bytes: ledger.unexplained,
-                strength: self.tenant.map(|tenant| tenant.strength.0),
-                strength_reason: self.tenant.and_then(|tenant| tenant.strength.1),
-                overshoot_bytes: self.tenant.and_then(|tenant| tenant.overshoot).map(signed),
-                charged_bytes: self.tenant.and_then(|tenant| tenant.charged).map(signed),
+                strength: there.map(|tenant| tenant.strength.0),
+                strength_reason: there.and_then(|tenant| tenant.strength.1),
+                overshoot_bytes: there.and_then(|tenant| tenant.overshoot).map(signed),
+                charged_bytes: there.and_then(|tenant| tenant.charged).map(signed),
                 leak: self.leak,
                 explanation: self.explanation.chars().take(1024).collect(),
             },

@@ -16,7 +16,7 @@ use tracing::info;
 
 use crate::{
     account::Device,
-    decide::{Because, Concern, Rules, Standing, Wanted},
+    decide::{Because, Concern, HOST, Rules, Standing, Wanted},
     host::{Reading, Want},
     world::World,
 };
@@ -161,7 +161,7 @@ impl Hosts {
         let asks = |type_| rule.value.actions.iter().any(|action| action.type_ == type_);
         asks(ActionType::Signal).then(|| Wanted {
             level: Level::Critical,
-            device: "host".into(),
+            device: HOST.into(),
             used: watched.sample.and_then(|sample| sample.held),
             limit: watched.sample.and_then(|sample| sample.limit),
             restart: asks(ActionType::Restart),

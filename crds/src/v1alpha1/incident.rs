@@ -132,11 +132,11 @@ pub struct Evidence {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_free_bytes: Option<i64>,
 
-    /// What the subject holds on the device.
+    /// What the subject holds: on the device, or on the host where the incident is about host memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub used_bytes: Option<i64>,
 
-    /// The subject's limit.
+    /// The subject's limit; where the incident is about host memory, what that may come to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit_bytes: Option<i64>,
 
@@ -235,7 +235,8 @@ pub struct Observation {
     /// Whether the reason for the incident still holds.
     pub state: ObservationState,
 
-    /// What the subject holds on the device. Absent where it cannot be measured.
+    /// What the subject holds: on the device, or on the host where that is what the incident is about now.
+    /// Absent where it cannot be measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<i64>,
 

@@ -26,7 +26,7 @@ use super::{
 use crate::{
     account::Device,
     decide::{Rules, Tenant},
-    episodes::see,
+    episodes::{memory_of_leak, see},
     evidence::Evidence,
     hosts::Hosts,
     keeper_protocol::ParkState,
@@ -364,8 +364,10 @@ impl Carry {
     fn hold(&mut self, since: Millis, case: &mut Case<'_>) {
         let Case { incident, around, acts, .. } = case;
         let pod = &self.pod.kubelet_uid;
+        let told = incident.status.as_ref().and_then(|status| status.observation.as_ref());
         let seen = see(
             &incident.spec,
+            memory_of_leak(incident, told, around.world, around.leaks),
             around.devices,
             around.world,
             None,

@@ -17,7 +17,7 @@ use super::{
 use crate::{
     account::Device,
     act::parks::Subject,
-    decide::{Concern, Rules, Tenant, Watched},
+    decide::{Concern, Held, Rules, Tenant, Watched},
     ladder::{At, Begun, Climbs, Foot, Ladder, Step, View},
     world::World,
 };
@@ -233,7 +233,7 @@ impl Episodes {
                 alternatives: step.alternatives.clone(),
                 ..draft
             }
-            .spec(IncidentKind::Breaker, &watched.rule.policy, Some(mark.trip_percent));
+            .begin(IncidentKind::Breaker, &watched.rule.policy, Some(mark.trip_percent));
             let reason = stand.reason(about);
             wanted.push(reason.clone());
             self.running.entry(reason).or_insert_with(|| Running::new(spec));
@@ -281,7 +281,7 @@ impl Episodes {
                 explanation: tell_noculprit(breaker.scope),
                 ..Draft::of(stand, action)
             };
-            Running::new(draft.spec(IncidentKind::Breaker, &watched.rule.policy, Some(mark.trip_percent)))
+            Running::new(draft.begin(IncidentKind::Breaker, &watched.rule.policy, Some(mark.trip_percent)))
         });
     }
 
@@ -356,8 +356,8 @@ impl Episodes {
         }
     }
 
-    /// The acts of a quota that is broken, or of host memory, on one pod: all but `Signal`, which is shown for
-    /// as long as the reason lasts.
+    /// The acts of a quota that is broken, or of host memory (`host` says how much there is), on one pod: all
+    /// but `Signal`, which is shown for as long as the reason lasts.
     #[allow(clippy::too_many_arguments, reason = "what a ladder is about")]
     pub(super) fn climb_pod(
         &mut self,
@@ -369,7 +369,7 @@ impl Episodes {
         concern: &Concern,
         actions: &[Action],
         need: u64,
-        used: Option<u64>,
+        host: Option<Held>,
         explanation: &str,
         wanted: &mut Vec<Reason>,
     ) {
@@ -401,8 +401,8 @@ impl Episodes {
         if need > 0 && !tenant.pod.facts.terminating {
             let park = actions.iter().find(|action| action.type_ == ActionType::Park);
             let mut weighed = stand.weighed(tenant, concern, Level::Critical, park);
-            if at == At::Host {
-                weighed.used = used;
+            if let Some(host) = host {
+                weighed.used = host.used;
                 weighed.due = None;
             }
             let budgeted = stand.world.synced.all();
@@ -421,9 +421,10 @@ impl Episodes {
                     frees: Some(need),
                     in_place: begun.in_place,
                     alternatives: step.alternatives.clone(),
+                    host,
                     ..Draft::of(stand, action)
                 };
-                let spec = draft.spec(kind, policy, None);
+                let spec = draft.begin(kind, policy, None);
                 let reason = stand.reason(About::Pod { at, pod: Arc::clone(pod), act: begun.action });
                 wanted.push(reason.clone());
                 self.running.entry(reason).or_insert_with(|| Running::new(spec));

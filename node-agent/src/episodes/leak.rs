@@ -3,15 +3,16 @@
 use std::{sync::Arc, time::Duration};
 
 use highwater_crds::{
-    Action, ActionType, ByteSize, GpuMemoryIncident, HookAction, IncidentKind, LeakFinding, LeakMemory,
-    LeakStage, Mode,
+    Action, ActionType, ByteSize, Evidence, GpuMemoryIncident, HookAction, IncidentKind, LeakFinding,
+    LeakMemory, LeakStage, Mode, Observation,
 };
 use highwater_policy::{acts::Outcome, episode, leak::recommendation};
 
-use super::{About, Draft, Episodes, Local, Moment, Reason, Running, climb::Stand};
+use super::{About, Draft, Episodes, Local, Reason, Running, climb::Stand};
 use crate::{
     decide::Tenant,
     ladder::{At, Ladder},
+    leaks::{Leaks, Suspected},
     world::World,
 };
 
@@ -22,7 +23,7 @@ impl Episodes {
         let rule = stand.rules.layers.get(stand.layer).and_then(|layer| layer.leaks.as_ref());
         let Some((rule, tenant)) = rule.zip(stand.rules.tenants.get(place)) else { return };
         let found = stand.moment.leaks.suspected(&tenant.pod.kubelet_uid, stand.mode, &stand.device.uuid);
-        let Some(finding) = found else { return };
+        let Some(Suspected { finding, held }) = found else { return };
         let action = proposed(&rule.value.actions);
         let about = About::Pod { at: At::Leak, pod: Arc::clone(&tenant.pod.uid), act: action.type_ };
         let reason = Reason { device: Arc::clone(&stand.device.uuid), mode: stand.mode, about };
@@ -33,21 +34,32 @@ impl Episodes {
         wanted.push(reason.clone());
         let in_place = action.restart.as_ref().is_some_and(|restart| restart.in_place)
             && tenant.pod.facts.restart_in_place;
-        let running = self.running.entry(reason).or_insert_with(|| {
+        let is_old =
+            |old: &Running| old.incident.is_none() && old.draft.evidence.leak.as_ref() != Some(finding);
+        if self.running.get(&reason).is_none_or(is_old) {
             let draft = Draft {
                 tenant: Some(tenant),
                 in_place,
+                host: (finding.memory == LeakMemory::Host).then_some(held),
                 leak: Some(finding.clone()),
                 explanation: explain(finding),
                 ..Draft::of(stand, &action)
             };
-            Running::new(draft.spec(IncidentKind::Leak, &rule.policy, None))
-        });
-        if running.incident.is_none() {
-            // It waits for a place: what is known when it is opened is what it says.
-            running.draft.evidence.leak = Some(finding.clone());
+            match self.running.get_mut(&reason) {
+                // It waits for a place: what is known when it is opened is what it says.
+                Some(running) => {
+                    let at = running.draft.evidence.at.clone();
+                    let present = draft.spec(IncidentKind::Leak, &rule.policy, None);
+                    running.draft.evidence = Evidence { at, ..present.evidence };
+                    running.draft.proposed = present.proposed;
+                }
+                None => {
+                    let spec = draft.begin(IncidentKind::Leak, &rule.policy, None);
+                    self.running.insert(reason.clone(), Running::new(spec));
+                }
+            }
         }
-        let incident = running.incident.clone();
+        let incident = self.running.get(&reason).and_then(|running| running.incident.clone());
         if finding.stage == LeakStage::Act && stand.mode == Mode::Enforce {
             let hook = rule.value.actions.iter().find(|action| action.type_ == ActionType::Hook);
             let incident = incident.and_then(|name| stand.world.incidents.get(&name));
@@ -126,7 +138,7 @@ fn told_to_act(incident: &GpuMemoryIncident) -> bool {
 pub(super) fn present<'a>(
     incident: &GpuMemoryIncident,
     world: &World,
-    moment: Moment<'a>,
+    leaks: &'a Leaks,
 ) -> Option<&'a LeakFinding> {
     let spec = &incident.spec;
     if spec.kind != IncidentKind::Leak || episode::is_closed(incident) {
@@ -134,5 +146,24 @@ pub(super) fn present<'a>(
     }
     let subject = spec.subject.as_ref()?;
     let pod = world.pods.values().find(|pod| *pod.uid == *subject.uid)?;
-    moment.leaks.suspected(&pod.kubelet_uid, spec.mode, &spec.device)
+    leaks.suspected(&pod.kubelet_uid, spec.mode, &spec.device).map(|suspected| suspected.finding)
+}
+
+/// What was told last of the leak that an incident is about: by its observation, or else its evidence.
+pub(super) fn told<'a>(
+    incident: &'a GpuMemoryIncident,
+    observation: Option<&'a Observation>,
+) -> Option<&'a LeakFinding> {
+    observation.and_then(|o| o.leak.as_ref()).or(incident.spec.evidence.leak.as_ref())
+}
+
+/// Which memory an incident is about, as far as that is a leak.
+pub(crate) fn memory_of_leak(
+    incident: &GpuMemoryIncident,
+    observation: Option<&Observation>,
+    world: &World,
+    leaks: &Leaks,
+) -> LeakMemory {
+    let known = present(incident, world, leaks).or(told(incident, observation));
+    known.map(|leak| leak.memory).unwrap_or_default()
 }

@@ -32,7 +32,10 @@ use self::{
     store::Store,
     workloads::Workloads,
 };
-pub(crate) use self::{store::Snapshot, told::Seen};
+pub(crate) use self::{
+    store::Snapshot,
+    told::{Seen, Suspected},
+};
 use crate::{
     account::Device,
     decide::{Layer, Rules, Tenant},

@@ -11,7 +11,7 @@ use jiff::Timestamp;
 use tracing::info;
 
 use super::{Counts, workloads::Workloads};
-use crate::world::Pod;
+use crate::{decide::Held, world::Pod};
 
 /// What a number counts for, in samples,
 const FRESH: u64 = 3;
@@ -199,6 +199,11 @@ impl Series {
         }
         let needed = shortest.saturating_mul(u64::from(self.settings.act_blocks));
         self.known || at.since(self.began) >= self.settings.warm_up_milliseconds.saturating_add(needed)
+    }
+
+    /// What the pod holds of its memory.
+    pub(super) fn held(&self) -> Held {
+        Held { used: self.used, limit: self.capacity }
     }
 
     /// How far the suspicion goes.

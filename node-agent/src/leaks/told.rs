@@ -6,7 +6,7 @@ use highwater_crds::{ActionType, LeakFinding, LeakMemory, LeakStage, Level, Mode
 use highwater_policy::time::Millis;
 
 use super::{Leaks, series::Series};
-use crate::decide::{Because, Wanted};
+use crate::decide::{Because, HOST, Held, Wanted};
 
 /// What is thought of a pod on a device.
 #[derive(Clone, Copy, Debug)]
@@ -17,6 +17,15 @@ pub(crate) enum Seen {
     Calm,
     /// It may leak.
     Suspect,
+}
+
+/// What a pod is suspected of.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Suspected<'a> {
+    /// What was found.
+    pub(crate) finding: &'a LeakFinding,
+    /// What it holds of the memory that this is about.
+    pub(crate) held: Held,
 }
 
 /// What metrics show of a series.
@@ -31,45 +40,43 @@ pub(crate) struct Shown<'a> {
 }
 
 impl Leaks {
-    /// The series of a pod in a mode that are told at a device: of the device first.
+    /// The series of a pod in a mode that are told at a device.
     fn at_device(&self, pod: &str, mode: Mode, device: &str) -> impl Iterator<Item = &Series> {
         let series = self.pods.get(pod).into_iter().flat_map(|watched| &watched.series);
-        let mut found: Vec<&Series> =
-            series.filter(|s| s.rule.is_some() && s.of.mode == mode && *s.of.device == *device).collect();
-        found.sort_by_key(|series| series.of.memory);
-        found.into_iter()
+        series.filter(move |s| s.rule.is_some() && s.of.mode == mode && *s.of.device == *device)
+    }
+
+    /// The one of these that is suspected furthest; of two alike that of the device.
+    fn furthest(&self, pod: &str, mode: Mode, device: &str) -> Option<&Series> {
+        let suspected = self.at_device(pod, mode, device).filter(|series| series.finding.is_some());
+        suspected.max_by_key(|series| (series.stage(), Reverse(series.of.memory)))
     }
 
     /// What is thought of a pod on a device by the policies of a mode; `None` where none of them says
     /// anything of leaks.
     pub(crate) fn seen(&self, pod: &str, mode: Mode, device: &str, now: Millis) -> Option<Seen> {
         let at = self.at(now);
-        let mut seen = None;
-        let mut worst: Option<&Series> = None;
-        for series in self.at_device(pod, mode, device) {
-            if series.stage() > worst.and_then(Series::stage) {
-                worst = Some(series);
-            }
-            // Host memory need not be readable for a device to be known.
-            let known = series.is_known(at) && series.is_measured();
-            let unknown = series.of.memory == LeakMemory::Device && !known;
-            seen = match seen {
-                _ if unknown => Some(Seen::Unknown),
-                None => Some(Seen::Calm),
-                before => before,
-            };
+        if let Some(worst) = self.furthest(pod, mode, device) {
+            return Some(if worst.is_measured() { Seen::Suspect } else { Seen::Unknown });
         }
-        match worst {
-            Some(series) if !series.is_measured() => Some(Seen::Unknown),
-            Some(_) => Some(Seen::Suspect),
-            None => seen,
-        }
+        // Host memory need not be readable for a device to be known.
+        let unknown = |series: &Series| {
+            series.of.memory == LeakMemory::Device && !(series.is_known(at) && series.is_measured())
+        };
+        let each = self.at_device(pod, mode, device).map(unknown);
+        each.reduce(|a, b| a || b).map(|unknown| if unknown { Seen::Unknown } else { Seen::Calm })
     }
 
     /// What a pod on a device is suspected of, measured or not.
-    pub(crate) fn suspected(&self, pod: &str, mode: Mode, device: &str) -> Option<&LeakFinding> {
-        let found = self.at_device(pod, mode, device).filter_map(|series| series.finding.as_ref());
-        found.max_by_key(|finding| (finding.stage, Reverse(finding.memory)))
+    pub(crate) fn suspected(&self, pod: &str, mode: Mode, device: &str) -> Option<Suspected<'_>> {
+        let series = self.furthest(pod, mode, device)?;
+        Some(Suspected { finding: series.finding.as_ref()?, held: series.held() })
+    }
+
+    /// What a pod that is told of at a device holds of a memory.
+    pub(crate) fn held(&self, pod: &str, mode: Mode, device: &str, memory: LeakMemory) -> Held {
+        let mut series = self.at_device(pod, mode, device).filter(|series| series.of.memory == memory);
+        series.next().map(Series::held).unwrap_or_default()
     }
 
     /// What a pod ought to be told, if an enforced rule says so.
@@ -79,13 +86,14 @@ impl Leaks {
             let asks = |type_| rule.actions.iter().any(|action| action.type_ == type_);
             let device = match series.of.memory {
                 LeakMemory::Device => Arc::clone(&series.of.device),
-                LeakMemory::Host => "host".into(),
+                LeakMemory::Host => HOST.into(),
             };
+            let Held { used, limit } = series.held();
             asks(ActionType::Signal).then(|| Wanted {
                 level: Level::Critical,
                 device,
-                used: series.used,
-                limit: series.capacity,
+                used,
+                limit,
                 restart: asks(ActionType::Restart),
                 because: Because::Leak,
             })

@@ -545,6 +545,9 @@ fn host_memory_that_stays_high_is_signalled_and_proposed_and_its_end_is_seen() {
     let created = bench.created();
     assert_eq!(created.len(), 1);
     assert_eq!((created[0].spec.kind, subject(&created[0])), (IncidentKind::HostMemory, Some("a")));
+    let evidence = &created[0].spec.evidence;
+    assert_eq!((evidence.used_bytes, evidence.limit_bytes), (Some(93), Some(100)), "of the host's");
+    assert_eq!((evidence.due_bytes, evidence.strength), (None, None), "these are of the device's");
     read(&mut bench, 80);
     assert_eq!(bench.observed(), [ObservationState::Recovered]);
     assert_eq!(bench.pressure("a")["level"], "Normal");

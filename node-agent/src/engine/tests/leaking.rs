@@ -285,30 +285,108 @@ fn an_incident_ends_with_its_pod_and_with_its_growth() {
     assert_eq!(written.observed.last().map(|o| o.state), Some(ObservationState::Recovered));
 }
 
+impl Bench {
+    /// Samples `GPU-0` each half second for so many seconds, while `a` holds so many MiB on the host, of at
+    /// most 64 GiB, and on the device.
+    fn run_on_host(&mut self, seconds: std::ops::Range<u64>, mib: impl Fn(u64) -> (u64, u64)) -> Written {
+        let mut written = Written::default();
+        for half in seconds.start * 2..seconds.end * 2 {
+            let (host, device) = mib(half / 2);
+            let exact = Exact { held: Some(host * MI), limit: Some(64 * GI) };
+            self.engine.host(vec![HostReading { pod: "a".into(), sample: None, exact: Some(exact) }]);
+            self.mib(500, device);
+            self.take(&mut written);
+        }
+        written
+    }
+}
+
 #[test]
-fn host_memory_that_leaks_is_told_at_the_pods_device() {
+fn host_memory_that_leaks_is_told_at_the_pods_device_with_its_own_numbers() {
     let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
+    let volume = bench.volume("a");
     bench.mib(500, 1024);
     assert!(bench.engine.host_wants().iter().any(|want| &*want.pod == "a" && want.exact_every == Some(500)));
-    let mut written = Written::default();
-    for half in 0..1040_u64 {
-        let exact = Exact { held: Some(leak(half / 2) * MI), limit: Some(60 * GI) };
-        bench.engine.host(vec![HostReading { pod: "a".into(), sample: None, exact: Some(exact) }]);
-        bench.mib(500, 1024);
-        bench.take(&mut written);
-    }
+    let mut written = bench.run_on_host(0..560, |second| (leak(second), 1024));
     assert_eq!(written.created.len(), 1);
+    let spec = &written.created[0].spec;
     let (evidence, found) = evidence(&written.created[0]);
     assert_eq!(found.memory, LeakMemory::Host);
     assert!(evidence.explanation.starts_with("host memory grows"), "{}", evidence.explanation);
+    let held = evidence.used_bytes.unwrap();
+    assert!(held > 8 << 30, "{held} is what it holds on the device");
+    assert_eq!((evidence.limit_bytes, spec.proposed.frees_bytes), (Some(64 << 30), Some(held)));
+    assert_eq!((evidence.due_bytes, &evidence.quota_rule, evidence.strength), (None, &None, None));
     assert!(written.stages().contains(&LeakStage::Act));
+    let bytes: Vec<_> = written.observed.iter().map(|o| o.bytes.unwrap()).collect();
+    assert!(bytes.iter().all(|bytes| *bytes >= held), "{bytes:?}");
+    let pressure: Value = serde_json::from_slice(&std::fs::read(volume.join("pressure")).unwrap()).unwrap();
+    assert_eq!((&pressure["device"], &pressure["limitBytes"]), (&json!("host"), &json!(64 * GI)));
+    assert!(pressure["usedBytes"].as_i64().unwrap() > held);
+    let text = bench.engine.render(None);
+    for (memory, stage) in [("Device", 0), ("Host", 2)] {
+        let line =
+            format!("device=\"0\",memory=\"{memory}\",namespace=\"team\",node=\"n1\",pod=\"a\"}} {stage}\n");
+        assert!(text.contains(&format!("highwater_pod_leak_stage{{{line}")), "{text}");
+    }
     bench.world(WorldChange::Pod(Set::Upsert(super::pod("c"))));
     for _ in 0..10 {
         // Nobody says any more what it holds.
         bench.mib(1000, 1024);
         bench.take(&mut written);
     }
-    assert_eq!(written.observed.last().map(|o| o.state), Some(ObservationState::Unknown));
+    let last = written.observed.last().unwrap();
+    assert_eq!((last.state, last.bytes), (ObservationState::Unknown, None));
+}
+
+#[test]
+fn an_event_about_host_memory_that_leaks_says_how_much_of_it_there_is() {
+    let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
+    bench.volume("a");
+    let mut notes = Vec::new();
+    for half in 0..1120 {
+        let exact = Exact { held: Some(leak(half / 2) * MI), limit: Some(64 * GI) };
+        bench.engine.host(vec![HostReading { pod: "a".into(), sample: None, exact: Some(exact) }]);
+        bench.mib(500, 1024);
+        notes.extend(bench.jobs().into_iter().filter_map(|job| match job {
+            Job::Tell(notice) => Some(format!("{notice:?}")),
+            _ => None,
+        }));
+    }
+    let note = notes.iter().find(|note| note.contains("MemoryPressure")).unwrap();
+    assert!(note.contains("use less host memory") && note.contains("can come to 64.0 GiB"), "{note}");
+    assert!(!note.contains("holds 1.0 GiB"), "that is on the device: {note}");
+}
+
+#[test]
+fn an_incident_tells_of_the_memory_that_is_further() {
+    let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
+    // The device is suspected first and stays far from its end; the host comes to it.
+    let mut written = bench.run_on_host(0..200, |second| (1024, 8 * 1024 + second * 20));
+    assert_eq!(written.created.len(), 1);
+    let (evidence, found) = evidence(&written.created[0]);
+    assert_eq!((found.memory, evidence.limit_bytes), (LeakMemory::Device, Some(60 << 30)));
+    assert!(evidence.used_bytes > Some(8 << 30));
+    let later = bench.run_on_host(200..760, |second| (leak(second - 200), 8 * 1024 + second * 20));
+    assert!(later.created.is_empty(), "one episode, one incident");
+    written.observed.extend(later.observed);
+    for observed in &written.observed {
+        let on_host = observed.leak.as_ref().unwrap().memory == LeakMemory::Host;
+        assert!(!on_host || observed.bytes > Some(30 << 30), "what is on the device: {observed:?}");
+    }
+    let act = |o: &&Observation| o.leak.as_ref().unwrap().stage == LeakStage::Act;
+    assert_eq!(written.observed.iter().find(act).unwrap().leak.as_ref().unwrap().memory, LeakMemory::Host);
+}
+
+#[test]
+fn a_leak_of_host_memory_ends_with_its_pod_whatever_is_left_on_the_device() {
+    let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
+    let written = bench.run_on_host(0..300, |second| (leak(second), 1024));
+    assert_eq!(written.created.len(), 1);
+    bench.world(WorldChange::Pod(Set::Remove(super::pod("a"))));
+    let written = bench.run(300..303, |_| 1024);
+    let last = written.observed.last().unwrap();
+    assert_eq!((last.state, last.bytes), (ObservationState::Gone, Some(0)));
 }
 
 #[test]
