@@ -483,15 +483,21 @@ impl Engine {
             self.conclude(now, wall);
         }
         self.publish_node(now, wall);
-        if let Some(seen) = self.leaks.snapshot(now, wall) {
-            (self.order)(Order::Keep(Box::new(seen)));
-        }
+        let seen = self.leaks.snapshot(now, wall);
+        self.keep(seen);
     }
 
-    /// This agent ends.
+    /// This agent ends: a later one is to go on with what it knows last.
     pub(crate) fn close(&mut self) {
         let (now, wall) = self.now();
-        self.leaks.close(now, wall);
+        let seen = self.leaks.close(now, wall);
+        self.keep(seen);
+    }
+
+    fn keep(&mut self, seen: Option<LeaksSeen>) {
+        if let Some(seen) = seen {
+            (self.order)(Order::Keep(Box::new(seen)));
+        }
     }
 
     /// Whether there is a plan that binds.

@@ -2,13 +2,15 @@
 //! nobody more, than this one did.
 
 use std::{
-    fs::{self, File},
+    fs,
     io::{self, Write},
     path::{Path, PathBuf},
 };
 
 use highwater_policy::pool::journal::{Entry, Journal};
 use tracing::{info, warn};
+
+use crate::replace::replace;
 
 /// The file.
 #[derive(Debug)]
@@ -67,11 +69,7 @@ impl Grants {
             return Ok(());
         }
         let text = journal.to_text().map_err(io::Error::other)?;
-        let unfinished = self.path.with_extension("unfinished");
-        let mut file = File::create(&unfinished)?;
-        file.write_all(text.as_bytes())?;
-        file.sync_all()?;
-        fs::rename(&unfinished, &self.path)?;
+        replace(&self.path, |file| file.write_all(text.as_bytes()))?;
         self.written = journal;
         Ok(())
     }

@@ -26,6 +26,7 @@ mod pod_http;
 mod pod_resources;
 mod pools;
 mod publish;
+mod replace;
 mod run;
 mod sampler;
 mod signal;

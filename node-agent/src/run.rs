@@ -14,8 +14,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::{
     signal::unix::{SignalKind, signal},
     sync::{Notify, mpsc, watch},
-    task::JoinSet,
-    time::{MissedTickBehavior, interval},
+    task::{JoinHandle, JoinSet},
+    time::{MissedTickBehavior, interval, timeout},
 };
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -29,7 +29,7 @@ use crate::{
     guard::{self, Guards, News},
     host::{self, Host, Reading, Surveyed, Want},
     http::{self, Ask},
-    leaks::Snapshot as LeaksSeen,
+    leaks,
     limits::{Cgroups, Task},
     link::{self, Heard},
     metrics::grant_durations,
@@ -45,6 +45,9 @@ use crate::{
 const REPORTS: usize = 64;
 /// Time between two looks at what no event tells.
 const TICK: Duration = Duration::from_millis(250);
+
+/// How long what is to be kept may take to be written when the agent ends.
+const KEEP_WITHIN: Duration = Duration::from_secs(5);
 
 /// Runs the agent.
 ///
@@ -85,7 +88,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     };
     let host_memory = host::is_unified(&host_memory_root);
     let host = Arc::new(Host::new(&host_memory_root, proc_root.clone()));
-    let Lines { mut news, mut heard, mut limit_tasks, mut acts, order } =
+    let Lines { mut news, mut heard, mut limit_tasks, mut acts, keeping, order } =
         lines(guarding, keeper_socket, host, &mut tasks)?;
 
     let signals = Signals::new(kubelet_root);
@@ -216,7 +219,12 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     cancelled.cancel();
     sampler.stop();
     engine.close();
-    Ok(())
+    // With the engine the last end of its lines goes: what was to be kept is written then.
+    drop(engine);
+    match timeout(KEEP_WITHIN, keeping).await {
+        Ok(kept) => kept.context("keeping what was seen of leaks"),
+        Err(_) => bail!("what was seen of leaks last is not kept: the disk does not answer"),
+    }
 }
 
 /// What the loop hears of others than the API server, and how it gives them orders.
@@ -229,6 +237,8 @@ struct Lines<F> {
     limit_tasks: mpsc::UnboundedReceiver<Task>,
     /// What came of acts.
     acts: Outcomes,
+    /// Ends when all is written that was to be kept, once nobody gives orders any more.
+    keeping: JoinHandle<()>,
     order: F,
 }
 
@@ -304,14 +314,8 @@ fn lines(
         framework::run(asked, scraped_send).await;
         "reading frameworks' numbers"
     });
-    let (keep_send, mut keep) = mpsc::unbounded_channel::<Box<LeaksSeen>>();
-    tasks.spawn(async move {
-        while let Some(seen) = keep.recv().await {
-            // One after the other; what comes of it the writer says.
-            let _ = tokio::task::spawn_blocking(move || seen.write()).await;
-        }
-        "keeping what was seen of leaks"
-    });
+    let (keep_send, keep) = mpsc::unbounded_channel();
+    let keeping = tokio::spawn(leaks::keep(keep));
     let order = move |order| match order {
         Order::Guard(order) => guards.order(order),
         // Without a keeper nobody listens.
@@ -323,7 +327,7 @@ fn lines(
         Order::Keep(seen) => drop(keep_send.send(seen)),
     };
     let acts = Outcomes { answered, restarted, surveyed, readings, wants, scraped, targets };
-    Ok(Lines { news, heard, limit_tasks, acts, order })
+    Ok(Lines { news, heard, limit_tasks, acts, keeping, order })
 }
 
 /// Waits until then; for ever if that is never.

@@ -3,7 +3,7 @@
 
 use std::{
     collections::BTreeMap,
-    fs::{self, File},
+    fs,
     io::{self, Write},
     path::{Path, PathBuf},
     sync::Arc,
@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use tracing::warn;
 
 use super::restart::Main;
+use crate::replace::replace;
 
 /// The file, by the UID of the incident.
 #[derive(Debug)]
@@ -79,11 +80,7 @@ impl Record {
     fn write(&self) -> io::Result<()> {
         let content = Content { boot: self.boot.clone(), begun: self.begun.clone() };
         let text = serde_json::to_vec(&content)?;
-        let unfinished = self.path.with_extension("unfinished");
-        let mut file = File::create(&unfinished)?;
-        file.write_all(&text)?;
-        file.sync_all()?;
-        fs::rename(&unfinished, &self.path)
+        replace(&self.path, |file| file.write_all(&text))
     }
 }
 

@@ -111,6 +111,7 @@ impl Leaks {
             present.is_some()
         });
         if ended {
+            self.store.touched(true);
             for series in self.pods.values_mut().flat_map(|watched| &mut watched.series) {
                 series.detector.know(&workloads.profile(&series.workload, at));
             }

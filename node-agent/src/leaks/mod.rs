@@ -33,7 +33,7 @@ use self::{
     workloads::Workloads,
 };
 pub(crate) use self::{
-    store::Snapshot,
+    store::{Snapshot, keep},
     told::{Seen, Suspected},
 };
 use crate::{
@@ -339,20 +339,15 @@ impl Leaks {
             let [shortest, ..] = series.settings.block_milliseconds;
             shortest
         });
-        let pace = blocks.min()?;
-        if !self.store.is_due(pace, now) {
-            return None;
-        }
-        Some(self.store.snapshot(&self.pods, &self.workloads, self.at(now), wall, now))
+        // That nobody is watched any more is written soon.
+        let pace = blocks.min().unwrap_or(0);
+        if self.store.is_due(pace, now) { self.close(now, wall) } else { None }
     }
 
-    /// Keeps what a later agent is to go on with, now: this one ends.
-    pub(crate) fn close(&mut self, now: Millis, wall: Timestamp) {
-        if self.pods.is_empty() && self.workloads.all().is_empty() {
-            return;
-        }
+    /// What is to be kept for a later agent now: this one ends.
+    pub(crate) fn close(&mut self, now: Millis, wall: Timestamp) -> Option<Snapshot> {
         let at = self.at(now);
-        self.store.snapshot(&self.pods, &self.workloads, at, wall, now).write();
+        self.store.snapshot(&self.pods, &self.workloads, at, wall, now)
     }
 }
 

@@ -2,13 +2,13 @@
 //!
 //! Its end is the digest of the rest: a file that was cut off or changed is begun anew. The first part
 //! says who is watched; the state of each series follows in a part of its own, so that one that makes no
-//! sense costs no other.
+//! sense costs no other. [`keep`] alone writes it, to the last snapshot that the agent takes when it ends.
 
 use std::{
     collections::HashMap,
-    fs::{self, File},
+    fs,
     io::{self, Write},
-    path::{Path, PathBuf},
+    path::Path,
     sync::Arc,
 };
 
@@ -20,6 +20,7 @@ use highwater_policy::{
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
+use tokio::sync::mpsc::UnboundedReceiver;
 use tracing::{info, warn};
 
 use super::{
@@ -28,6 +29,7 @@ use super::{
     series::{Of, Series},
     workloads::{Known, Workloads},
 };
+use crate::replace::replace;
 
 /// Version of the file's form.
 const VERSION: u32 = 1;
@@ -145,7 +147,8 @@ impl Store {
         self.touched && self.written.is_none_or(|written| now.since(written) >= pace)
     }
 
-    /// What is to be written.
+    /// What is to be written: that nothing is known as well, or a later agent would go on with what is over.
+    /// `None` where nothing ever was.
     pub(super) fn snapshot(
         &mut self,
         pods: &HashMap<Arc<str>, Watched>,
@@ -153,9 +156,13 @@ impl Store {
         at: Millis,
         wall: Timestamp,
         now: Millis,
-    ) -> Snapshot {
-        self.written = Some(now);
+    ) -> Option<Snapshot> {
         (self.touched, self.changed) = (false, false);
+        let nothing = pods.is_empty() && workloads.is_empty();
+        if nothing && self.written.is_none() && !self.path.exists() {
+            return None;
+        }
+        self.written = Some(now);
         let mut states = Vec::new();
         let pods = pods.iter().map(|(pod, watched)| Pod {
             kubelet_uid: pod.to_string(),
@@ -172,7 +179,7 @@ impl Store {
         });
         let head =
             Head { version: VERSION, wall, clock: at.0, pods: pods.collect(), workloads: workloads.all() };
-        Snapshot { path: Arc::clone(&self.path), head, states }
+        Some(Snapshot { path: Arc::clone(&self.path), head, states })
     }
 }
 
@@ -206,35 +213,40 @@ impl One {
     }
 }
 
+/// Writes snapshots, one after the other, until nobody takes any more. The last that was taken is then
+/// written.
+pub(crate) async fn keep(mut snapshots: UnboundedReceiver<Box<Snapshot>>) {
+    while let Some(mut snapshot) = snapshots.recv().await {
+        // The latest says how it is; those before it say how it was.
+        while let Ok(later) = snapshots.try_recv() {
+            snapshot = later;
+        }
+        // What comes of it the writer says.
+        let _ = tokio::task::spawn_blocking(move || snapshot.write()).await;
+    }
+}
+
 impl Snapshot {
     /// Writes it. What cannot be written is told; what was there before stands.
-    pub(crate) fn write(&self) {
-        let written = self.encode().and_then(|bytes| replace(&self.path, &bytes));
-        if let Err(error) = written {
+    fn write(&self) {
+        if let Err(error) = replace(&self.path, |file| self.encode(file)) {
             warn!(%error, path = %self.path.display(), "what is seen of leaks cannot be kept: after a restart it begins anew");
         }
     }
 
-    fn encode(&self) -> io::Result<Vec<u8>> {
-        let mut bytes = Vec::new();
+    /// Part by part: all states as text at once would be many times what they take in memory.
+    fn encode(&self, mut to: impl Write) -> io::Result<()> {
+        let mut digest = Sha256::new();
         let head = serde_json::to_vec(&self.head)?;
         for part in std::iter::once(head).chain(self.states.iter().map(State::to_bytes)) {
-            let length = u32::try_from(part.len()).map_err(io::Error::other)?;
-            bytes.extend_from_slice(&length.to_le_bytes());
-            bytes.extend_from_slice(&part);
+            let length = u32::try_from(part.len()).map_err(io::Error::other)?.to_le_bytes();
+            for bytes in [length.as_slice(), &part] {
+                digest.update(bytes);
+                to.write_all(bytes)?;
+            }
         }
-        let digest = Sha256::digest(&bytes);
-        bytes.extend_from_slice(&digest);
-        Ok(bytes)
+        to.write_all(&digest.finalize())
     }
-}
-
-fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let unfinished: PathBuf = path.with_extension("unfinished");
-    let mut file = File::create(&unfinished)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
-    fs::rename(&unfinished, path)
 }
 
 /// The first part of what there is, and the rest.
@@ -285,7 +297,8 @@ mod tests {
         WALL.parse().unwrap()
     }
 
-    fn snapshot(state_dir: &Path) -> Snapshot {
+    /// Of one pod that was seen for a while, and of nobody.
+    fn snapshots(state_dir: &Path) -> [Snapshot; 2] {
         let (mut store, _) = Store::open(state_dir, wall());
         let workload =
             Workload::of(&PodFacts::default(), "NVIDIA H200", LeakMemory::Device, 0, Mode::Enforce);
@@ -304,8 +317,22 @@ mod tests {
             framework: None,
             failing: false,
         };
-        let pods = [("a".into(), watched)].into();
-        store.snapshot(&pods, &Workloads::default(), Millis(1_000_000), wall(), Millis(0))
+        let mut take = |pods| {
+            let snapshot = store.snapshot(&pods, &Workloads::default(), Millis(1_000_000), wall(), Millis(0));
+            snapshot.unwrap()
+        };
+        [take([("a".into(), watched)].into()), take(HashMap::new())]
+    }
+
+    fn snapshot(state_dir: &Path) -> Snapshot {
+        let [snapshot, _] = snapshots(state_dir);
+        snapshot
+    }
+
+    fn encoded(snapshot: &Snapshot) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        snapshot.encode(&mut bytes).unwrap();
+        bytes
     }
 
     #[test]
@@ -326,7 +353,7 @@ mod tests {
     #[test]
     fn a_file_that_is_cut_off_or_changed_anywhere_begins_anew() {
         let state = tempfile::tempdir().unwrap();
-        let bytes = snapshot(state.path()).encode().unwrap();
+        let bytes = encoded(&snapshot(state.path()));
         assert!(decode(&bytes, wall()).is_ok());
         for length in (0..bytes.len()).step_by(97) {
             assert!(matches!(decode(&bytes[..length], wall()), Err(Broken::Damaged)), "{length}");
@@ -341,10 +368,63 @@ mod tests {
     }
 
     #[test]
+    fn an_agent_that_is_killed_while_it_writes_leaves_what_was_written_before() {
+        let state = tempfile::tempdir().unwrap();
+        let [full, empty] = snapshots(state.path());
+        full.write();
+        let (bytes, unfinished) = (encoded(&empty), state.path().join("leaks.unfinished"));
+        for length in 0..=bytes.len() {
+            // All of it may be there, and only the name be missing.
+            fs::write(&unfinished, &bytes[..length]).unwrap();
+            assert_eq!(Store::open(state.path(), wall()).1.pods.len(), 1, "{length}");
+        }
+        // What is longer than what follows is cut off.
+        fs::write(&unfinished, vec![7; 2 * encoded(&full).len()]).unwrap();
+        full.write();
+        assert_eq!(Store::open(state.path(), wall()).1.pods.len(), 1);
+        assert!(!unfinished.exists());
+    }
+
+    #[test]
+    fn that_nobody_is_watched_any_more_is_written_and_that_nobody_ever_was_is_not() {
+        let state = tempfile::tempdir().unwrap();
+        let empty = |store: &mut Store| {
+            let pods = HashMap::new();
+            store.snapshot(&pods, &Workloads::default(), Millis(5), wall(), Millis(5))
+        };
+        assert!(empty(&mut Store::open(state.path(), wall()).0).is_none());
+        let [full, gone] = snapshots(state.path());
+        full.write();
+        assert!(empty(&mut Store::open(state.path(), wall()).0).is_some(), "an earlier agent watched one");
+        gone.write();
+        let (_, found) = Store::open(state.path(), wall());
+        assert_eq!((found.pods.len(), found.clock), (0, 1_000_000), "and the clock goes on");
+    }
+
+    #[tokio::test]
+    async fn one_writer_writes_to_the_last_that_was_taken() {
+        let state = tempfile::tempdir().unwrap();
+        let (send, snapshots_taken) = tokio::sync::mpsc::unbounded_channel();
+        let writer = tokio::spawn(keep(snapshots_taken));
+        for _ in 0..20 {
+            let [full, empty] = snapshots(state.path());
+            send.send(Box::new(full)).unwrap();
+            // It may be at work on one of them, or not.
+            tokio::task::yield_now().await;
+            send.send(Box::new(empty)).unwrap();
+        }
+        send.send(Box::new(snapshot(state.path()))).unwrap();
+        drop(send);
+        writer.await.unwrap();
+        assert_eq!(Store::open(state.path(), wall()).1.pods.len(), 1);
+        assert!(!state.path().join("leaks.unfinished").exists());
+    }
+
+    #[test]
     fn another_version_is_left_aside() {
         let state = tempfile::tempdir().unwrap();
         let mut snapshot = snapshot(state.path());
         snapshot.head.version = 9;
-        assert_eq!(decode(&snapshot.encode().unwrap(), wall()).unwrap_err(), Broken::Version(9));
+        assert_eq!(decode(&encoded(&snapshot), wall()).unwrap_err(), Broken::Version(9));
     }
 }

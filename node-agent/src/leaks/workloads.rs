@@ -33,6 +33,11 @@ impl Workloads {
         Self { known: known.into_iter().collect() }
     }
 
+    /// Whether there are none.
+    pub(super) fn is_empty(&self) -> bool {
+        self.known.is_empty()
+    }
+
     /// All of them.
     pub(super) fn all(&self) -> Vec<(Workload, Known)> {
         self.known.iter().map(|(workload, known)| (workload.clone(), known.clone())).collect()

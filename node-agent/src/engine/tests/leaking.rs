@@ -75,6 +75,34 @@ impl Bench {
         }
     }
 
+    /// What the agent gave to be kept so far is written: all that an agent leaves that is killed.
+    fn keep(&mut self) {
+        let (send, kept) = tokio::sync::mpsc::unbounded_channel();
+        for order in self.orders.take() {
+            if let Order::Keep(seen) = order {
+                send.send(seen).unwrap();
+            }
+        }
+        drop(send);
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(crate::leaks::keep(kept));
+    }
+
+    /// The agent ends.
+    fn close(&mut self) {
+        self.engine.close();
+        self.keep();
+    }
+
+    /// Whether metrics show that a pod is suspected.
+    fn suspects(&self, pod: &str) -> bool {
+        let text = self.engine.render(None);
+        let of = |line: &&str| {
+            line.starts_with("highwater_pod_leak_stage{") && line.contains(&format!("pod=\"{pod}\""))
+        };
+        text.lines().filter(of).any(|line| !line.ends_with(" 0"))
+    }
+
     fn container(&mut self, id: &str, ended: Option<Ended>) {
         let container = ContainerFacts { name: "c".into(), id: id.into(), started: None, ended };
         let facts = PodFacts { containers: vec![container], ..super::pod("a") };
@@ -195,7 +223,7 @@ fn an_agent_that_starts_in_the_middle_changes_nothing() {
     let mut bench = Bench::new(&layers);
     let before = bench.run(0..400, leak);
     let incident = bench.engine.world.incidents.values().next().unwrap().clone();
-    bench.engine.close();
+    bench.close();
     let Bench { root, .. } = bench;
     let mut bench = Bench::unsynced_in(root, &layers);
     bench.world(WorldChange::Incident(reset([incident])));
@@ -217,7 +245,7 @@ fn what_an_agent_suspected_and_had_not_written_down_is_not_taken_back_by_the_nex
     let suspected = (0..400).find(|at| !bench.run(*at..at + 1, leak).created.is_empty()).unwrap();
     let mut bench = Bench::new(&layers);
     bench.run(0..suspected - 1, leak);
-    bench.engine.close();
+    bench.close();
     let file = bench.root.path().join("leaks.state");
     let before = std::fs::read(&file).unwrap();
     assert_eq!(bench.run(suspected - 1..suspected + 1, leak).created.len(), 1);
@@ -239,7 +267,7 @@ fn a_state_file_that_was_cut_off_begins_anew_and_recovers_nobody() {
     let mut bench = Bench::new(&layers);
     bench.run(0..300, leak);
     let incident = bench.engine.world.incidents.values().next().unwrap().clone();
-    bench.engine.close();
+    bench.close();
     let Bench { root, .. } = bench;
     let file = root.path().join("leaks.state");
     let bytes = std::fs::read(&file).unwrap();
