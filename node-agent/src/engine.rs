@@ -1510,6 +1510,11 @@ mod tests {
             self.world(WorldChange::Incident(reset([])));
         }
 
+        /// The operator changes the plan.
+        fn plan(&mut self, layers: &Value, generation: i64) {
+            self.world(WorldChange::Plan(Set::Upsert(object(layers, generation))));
+        }
+
         fn world(&mut self, change: WorldChange) {
             self.engine.world(change);
         }

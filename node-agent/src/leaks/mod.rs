@@ -122,7 +122,7 @@ impl Leaks {
     }
 
     /// Looks up anew whom which rule concerns. Lives of pods that ended, or whose containers were started
-    /// anew, end.
+    /// anew, end. What was seen by a rule that is gone is forgotten.
     pub(crate) fn rule(
         &mut self,
         devices: &[(Device, Rules)],
@@ -151,9 +151,41 @@ impl Leaks {
             }
         }
         self.live_on(world, at, wall);
-        let due =
-            self.pods.values().flat_map(|watched| &watched.series).filter(|series| series.rule.is_some());
-        self.due = due.map(|series| series.due).min();
+        self.forget(devices, world, release_namespace);
+        self.due = self.pods.values().filter_map(Watched::due).min();
+    }
+
+    /// Forgets what was seen by rules that are gone: one that comes back judges by what it sees itself. Whom
+    /// a rule only does not find for the moment, because a device was let go of, or the API server or the
+    /// kubelet has not said everything yet, it goes on with.
+    fn forget(&mut self, devices: &[(Device, Rules)], world: &World, release_namespace: &str) {
+        // A plan from the file may be an old one.
+        if world.object.is_none() {
+            return;
+        }
+        let stands = |pod: &Pod, of: &Of| {
+            let found = devices.iter().find(|(device, _)| device.uuid == of.device);
+            let (Some((_, rules)), Some(facts)) = (found, world.namespaces.get(&pod.facts.namespace)) else {
+                return true;
+            };
+            rules.layers.iter().filter(|layer| layer.mode == of.mode).any(|layer| {
+                layer.leaks.as_ref().is_some_and(|plan| {
+                    let (selector, name) = (plan.namespaces.as_ref(), &pod.facts.namespace);
+                    pod::selects_namespace(selector, name, Some(facts), release_namespace)
+                })
+            })
+        };
+        let mut forgot = false;
+        self.pods.retain(|_, watched| {
+            let Some(pod) = &watched.pod else { return true };
+            let known = watched.series.len();
+            watched.series.retain(|series| series.rule.is_some() || stands(pod, &series.of));
+            forgot |= known != watched.series.len();
+            !watched.series.is_empty()
+        });
+        if forgot {
+            self.store.touched(true);
+        }
     }
 
     /// By what a layer judges; `None` where it says nothing of leaks that makes sense.

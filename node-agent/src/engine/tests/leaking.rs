@@ -110,6 +110,12 @@ impl Bench {
     }
 }
 
+/// The same without its section on leaks.
+fn without(mut layer: Value) -> Value {
+    layer["rules"][0].as_object_mut().unwrap().remove("leaks");
+    layer
+}
+
 /// A tenth of a GiB a second, from 8 GiB: 60 GiB are full after 520 s.
 fn leak(second: u64) -> u64 {
     8 * 1024 + second * 102
@@ -280,6 +286,110 @@ fn a_state_file_that_was_cut_off_begins_anew_and_recovers_nobody() {
     bench.world(WorldChange::Incident(reset([incident])));
     let written = bench.run(300..320, leak);
     assert!(written.observed.iter().all(|o| o.state == ObservationState::Unknown), "{:?}", written.observed);
+}
+
+#[test]
+fn what_was_suspected_is_forgotten_with_the_section_that_asked() {
+    let layers = json!([watching("Enforce", restart())]);
+    let mut bench = Bench::new(&layers);
+    assert_eq!(bench.run(0..300, leak).created.len(), 1);
+    assert!(bench.suspects("a"));
+    bench.plan(&json!([without(watching("Enforce", restart()))]), 2);
+    let written = bench.run(300..302, leak);
+    assert_eq!(written.observed.last().map(|o| o.state), Some(ObservationState::Recovered));
+    bench.plan(&layers, 3);
+    let written = bench.run(302..330, leak);
+    assert!(written.created.is_empty() && !bench.suspects("a"), "it is judged by what is seen from now on");
+    let written = bench.run(330..520, leak);
+    assert_eq!(written.created.len(), 1);
+    assert_eq!(written.created[0].spec.episode, 2);
+}
+
+#[test]
+fn what_was_forgotten_is_not_brought_back_by_a_restart() {
+    let layers = json!([watching("Enforce", restart())]);
+    for closes in [true, false] {
+        let mut bench = Bench::new(&layers);
+        bench.run(0..300, leak);
+        bench.keep();
+        bench.plan(&json!([without(watching("Enforce", restart()))]), 2);
+        bench.run(300..302, leak);
+        if closes {
+            bench.close();
+        } else {
+            bench.keep();
+        }
+        let incident = bench.engine.world.incidents.values().next().unwrap().clone();
+        let Bench { root, .. } = bench;
+        let mut bench = Bench::unsynced_in(root, &layers);
+        bench.world(WorldChange::Incident(reset([incident])));
+        let written = bench.run(302..330, leak);
+        assert!(written.created.is_empty() && !bench.suspects("a"));
+    }
+}
+
+#[test]
+fn a_policy_that_leaves_a_pod_alone_from_now_on_has_its_suspicion_forgotten() {
+    let layer = |team: &str| {
+        let mut layer = watching("Enforce", restart());
+        layer["rules"][0]["leaks"]["namespaces"] = json!({"matchLabels": {"team": team}});
+        json!([layer])
+    };
+    let mut bench = Bench::new(&layer("a"));
+    let labels = [("team".to_owned(), "a".to_owned())].into();
+    let facts = NamespaceFacts { labels, ..NamespaceFacts::default() };
+    bench.world(WorldChange::Namespace(reset([("team".to_owned(), facts)])));
+    bench.run(0..300, leak);
+    assert!(bench.suspects("a"));
+    bench.plan(&layer("b"), 2);
+    bench.run(300..302, leak);
+    bench.plan(&layer("a"), 3);
+    bench.run(302..310, leak);
+    assert!(!bench.suspects("a"));
+}
+
+#[test]
+fn a_rule_that_finds_nobody_for_a_while_forgets_nobody() {
+    let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
+    bench.run(0..300, leak);
+    assert!(bench.suspects("a"));
+    // The devices are let go of, and come back.
+    bench.engine.report(Report::Closed);
+    TIME.set(TIME.get() + 3_000);
+    bench.engine.tick(&[], None);
+    let devices = vec![device("GPU-0", 0), device("GPU-1", 1)];
+    bench.engine.report(Report::Opened { version: "580".into(), devices, limits: false });
+    bench.run(303..304, leak);
+    assert!(bench.suspects("a"));
+    // For a moment it holds nothing there, and the kubelet says nothing of it.
+    bench.run(304..315, |_| 0);
+    bench.run(315..316, leak);
+    assert!(bench.suspects("a"));
+}
+
+#[test]
+fn pods_that_are_gone_are_not_brought_back_by_a_restart() {
+    let layers = json!([watching("Enforce", restart())]);
+    for closes in [true, false] {
+        let mut bench = Bench::new(&layers);
+        bench.run(0..300, leak);
+        bench.keep();
+        bench.world(WorldChange::Pod(reset([])));
+        for _ in 0..4 {
+            bench.pass(500, vec![sampled("GPU-0", vec![], 0)]);
+            bench.engine.tick(&[], None);
+        }
+        if closes {
+            bench.close();
+        } else {
+            bench.keep();
+        }
+        let Bench { root, .. } = bench;
+        let mut bench = Bench::unsynced_in(root, &layers);
+        bench.sync();
+        let written = bench.run(302..330, leak);
+        assert!(written.created.is_empty() && !bench.suspects("a"));
+    }
 }
 
 #[test]
