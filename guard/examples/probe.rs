@@ -2,7 +2,8 @@
 //! tests run it under the guard; it knows nothing of that.
 //!
 //! The argument says how it finds functions: `handle` (`dlsym` on the library), `default` (`dlsym` on
-//! everything that is loaded, as a linked program would), `getproc` (by `cuGetProcAddress`).
+//! everything that is loaded, as a linked program would), `getproc` (by `cuGetProcAddress`), `oldproc` (by
+//! its first form, as programs of CUDA 11.4).
 #![allow(
     clippy::unwrap_used,
     clippy::panic,
@@ -45,6 +46,7 @@ const OPEN: c_int = 2 | 0x100;
 const NEXT: *mut c_void = std::ptr::without_provenance_mut(usize::MAX);
 
 type Handle = *mut c_void;
+type FirstGetProcAddress = unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64) -> c_uint;
 type GetProcAddress = unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64, *mut c_int) -> c_uint;
 
 #[derive(Clone, Copy, PartialEq)]
@@ -52,6 +54,7 @@ enum Lookup {
     Handle,
     Default,
     GetProc,
+    OldProc,
 }
 
 #[derive(Clone, Copy)]
@@ -74,6 +77,7 @@ impl Driver {
             match self.lookup {
                 Lookup::Default => dlsym(std::ptr::null_mut(), text.as_ptr()),
                 Lookup::GetProc if name.starts_with("cu") => self.get_proc(name),
+                Lookup::OldProc if name.starts_with("cu") => self.first_get_proc(name),
                 _ => dlsym(self.library(name), text.as_ptr()),
             }
         }
@@ -81,12 +85,7 @@ impl Driver {
 
     /// A function by the name that programs write, in its newest form.
     unsafe fn get_proc(self, name: &str) -> *mut c_void {
-        let (base, flags) = match (name.strip_suffix("_ptsz"), name) {
-            (Some(base), _) => (base, 2),
-            (None, whole) => (whole, 0),
-        };
-        let base = base.trim_end_matches("_v2").trim_end_matches("_v3").trim_end_matches("_v4");
-        let base = CString::new(base).unwrap();
+        let (base, flags) = base(name);
         let mut found = std::ptr::null_mut();
         let mut status = 0;
         // SAFETY: the type is that of cuda.h.
@@ -101,6 +100,33 @@ impl Driver {
         }
         found
     }
+
+    /// The same as programs do that were built when there was only the first form.
+    unsafe fn first_get_proc(self, name: &str) -> *mut c_void {
+        const VERSION: c_int = 11_040;
+        let (base, flags) = base(name);
+        let mut found = std::ptr::null_mut();
+        // SAFETY: the type is that of cuda.h.
+        unsafe {
+            let first = dlsym(self.library("cu"), c"cuGetProcAddress".as_ptr());
+            let first = std::mem::transmute::<*mut c_void, FirstGetProcAddress>(first);
+            let mut second = std::ptr::null_mut();
+            assert_eq!(first(c"cuGetProcAddress".as_ptr(), &raw mut second, VERSION, 0), 0);
+            let second = std::mem::transmute::<*mut c_void, FirstGetProcAddress>(second);
+            second(base.as_ptr(), &raw mut found, VERSION, flags);
+        }
+        found
+    }
+}
+
+/// The name that programs write for a function, and the flags for its form.
+fn base(name: &str) -> (CString, u64) {
+    let (base, flags) = match name.strip_suffix("_ptsz") {
+        Some(base) => (base, 2),
+        None => (name, 0),
+    };
+    let base = base.trim_end_matches("_v2").trim_end_matches("_v3").trim_end_matches("_v4");
+    (CString::new(base).unwrap(), flags)
 }
 
 /// Calls a function of the driver; 500 where there is none.
@@ -949,6 +975,7 @@ fn main() {
         None | Some("handle") => Lookup::Handle,
         Some("default") => Lookup::Default,
         Some("getproc") => Lookup::GetProc,
+        Some("oldproc") => Lookup::OldProc,
         Some(other) => panic!("no lookup {other}"),
     };
     // SAFETY: loading the driver has no conditions.

@@ -25,6 +25,10 @@ use crate::virtual_memory::VirtualMemory;
 /// Devices that a process can have; the driver's ordinals are their indices.
 pub(crate) const DEVICES: usize = 64;
 
+/// The oldest version of CUDA with which the guard can act: from here on a driver says which device is
+/// which. With an older one it only watches.
+pub(crate) const OLDEST_CUDA: i32 = 9020;
+
 /// The newest major version of CUDA that the guard knows. With a newer one it only watches.
 pub(crate) const NEWEST_CUDA: i32 = 13;
 
@@ -207,7 +211,7 @@ impl State {
             // Not to be had yet: act, and ask again.
             return Some(self);
         }
-        if version / 1000 <= NEWEST_CUDA {
+        if version >= OLDEST_CUDA && version / 1000 <= NEWEST_CUDA {
             self.version.store(KNOWN, Ordering::Relaxed);
             return Some(self);
         }

@@ -1,8 +1,9 @@
 //! A host with a simulated driver, volumes of pods, and programs under the guard.
 
+use std::collections::HashSet;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::symlink;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::LazyLock;
 use std::thread;
@@ -59,6 +60,8 @@ impl Built {
 pub(crate) struct Host {
     root: tempfile::TempDir,
     uuids: Vec<[u8; 16]>,
+    /// Functions that its driver lacks.
+    missing: Vec<&'static str>,
 }
 
 impl Host {
@@ -68,17 +71,32 @@ impl Host {
     }
 
     pub(crate) fn with(config: Config) -> Self {
+        Self::lacking(config, Vec::new())
+    }
+
+    /// One whose driver lacks functions, as one of an older release does.
+    pub(crate) fn lacking(config: Config, missing: Vec<&'static str>) -> Self {
         let root = tempfile::tempdir().unwrap();
         let daemon = Daemon::bind(&root.path().join("gpu.sock"), config).unwrap();
         thread::spawn(move || daemon.serve().unwrap());
         let driver = root.path().join("driver");
         std::fs::create_dir(&driver).unwrap();
-        symlink(BUILT.library("gpusim_cuda"), driver.join("libcuda.so.1")).unwrap();
-        symlink(BUILT.library("gpusim_nvml"), driver.join("libnvidia-ml.so.1")).unwrap();
+        let mut taken = 0;
+        for (library, name) in [("gpusim_cuda", "libcuda.so.1"), ("gpusim_nvml", "libnvidia-ml.so.1")] {
+            let (library, place) = (BUILT.library(library), driver.join(name));
+            if missing.is_empty() {
+                symlink(library, place).unwrap();
+            } else {
+                let (bytes, count) = without(&library, &missing);
+                std::fs::write(place, bytes).unwrap();
+                taken += count;
+            }
+        }
+        assert_eq!(taken, missing.len(), "the simulated driver has not all of {missing:?}");
         let mut client = Client::connect(&root.path().join("gpu.sock")).unwrap();
         let Reply::Inventory(inventory) = client.call(&Request::Inventory).unwrap() else { panic!() };
         let uuids = inventory.devices.iter().map(|device| binary(&device.uuid)).collect();
-        Self { root, uuids }
+        Self { root, uuids, missing }
     }
 
     /// Memory of the first device, as the driver has it.
@@ -136,10 +154,31 @@ impl Host {
             .env("LD_LIBRARY_PATH", self.root.path().join("driver"))
             .env("LD_PRELOAD", preload.join(":"))
             .env(SOCKET_VARIABLE, self.root.path().join("gpu.sock"))
+            .env("GPUSIM_MISSING_CALLS", self.missing.join(","))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
         command
     }
+}
+
+/// A library without some of its functions, and how many of them it had. Their names are spelled
+/// otherwise in its tables, where nobody finds them any more: a name is looked for by its hash.
+fn without(library: &Path, missing: &[&str]) -> (Vec<u8>, usize) {
+    let mut bytes = std::fs::read(library).unwrap();
+    let (mut places, mut found, mut at) = (Vec::new(), HashSet::new(), 0);
+    for text in bytes.split(|byte| *byte == 0) {
+        // The table for debuggers has them as well.
+        let named = matches!(text, [b'c', b'u', ..] | [b'n', b'v', ..]);
+        if let Some(name) = missing.iter().find(|name| named && name.as_bytes() == text) {
+            places.push(at);
+            found.insert(*name);
+        }
+        at += text.len() + 1;
+    }
+    for place in places {
+        bytes[place] = b'-';
+    }
+    (bytes, found.len())
 }
 
 /// The 16 bytes that a UUID spells after its prefix.

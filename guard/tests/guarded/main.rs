@@ -21,6 +21,7 @@ mod faults;
 mod information;
 mod links;
 mod lookups;
+mod releases;
 mod sharing;
 
 const KIB: u64 = 1 << 10;
