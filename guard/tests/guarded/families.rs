@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use gpusim::config::{Config, DeviceConfig};
 use highwater_guard_abi::page::{DeviceQuota, Managed};
 use highwater_guard_abi::wire::RefusedReason;
 
@@ -196,6 +197,51 @@ fn h01_s2_memory_without_a_context_is_charged_to_the_device_in_its_properties() 
     program.succeed(&["retain", "create c 1G 1"]);
     assert_eq!((pod.agent.charged_on(0), pod.agent.charged_on(1)), (256 * MIB + CONTEXT, 1536 * MIB));
     assert_eq!(program.ask("create d 1G 1"), REFUSED);
+}
+
+#[test]
+fn a10_each_device_of_a_pod_has_a_quota_a_charge_and_refusals_of_its_own() {
+    let devices = vec![DeviceConfig { count: 2, ..DeviceConfig::default() }];
+    let host = Host::with(Config { devices, ..Config::default() });
+    let pod = host.pod_with(&[host.quota(0, CONTEXT + GIB), host.quota(1, CONTEXT + 2 * GIB)]);
+    // The ranks of an engine that shares its model among devices.
+    let mut ranks = [pod.program(), pod.program()];
+    for (rank, program) in ranks.iter_mut().enumerate() {
+        program.succeed(&["init", &format!("device {rank}"), "retain"]);
+    }
+    let charged = || [pod.agent.charged_on(0), pod.agent.charged_on(1)];
+    assert_eq!(charged(), [CONTEXT, CONTEXT]);
+    for (program, limit) in ranks.iter_mut().zip([CONTEXT + GIB, CONTEXT + 2 * GIB]) {
+        assert_eq!(program.numbers("info"), [0, limit - CONTEXT, limit]);
+        assert_eq!(program.numbers("total"), [0, limit]);
+        assert_eq!(program.numbers("nvml")[2..5], [limit, limit - CONTEXT, CONTEXT]);
+    }
+    let [first, second] = &mut ranks;
+    // One that is full refuses, by whatever call, and the other has what it had before.
+    first.succeed(&["alloc a 1G", "stream"]);
+    for order in ["alloc b 2M", "create b 2M", "managed b 2M", "async b 2M", "array b 4096 1024"] {
+        assert_eq!(first.ask(order), REFUSED, "{order}");
+    }
+    assert_eq!(charged(), [CONTEXT + GIB, CONTEXT]);
+    assert_eq!(second.numbers("info"), [0, 2 * GIB, CONTEXT + 2 * GIB]);
+    second.succeed(&["alloc a 1536M"]);
+    assert_eq!(second.ask("alloc b 1G"), REFUSED);
+    assert_eq!(charged(), [CONTEXT + GIB, CONTEXT + 1536 * MIB]);
+    // A rank takes memory of the other's device only within that one's quota: its context, and handles,
+    // which need none.
+    assert_eq!(second.ask("create c 2M 0"), REFUSED);
+    assert_eq!(first.ask("create c 1G 1"), REFUSED);
+    first.succeed(&["create c 512M 1"]);
+    assert_eq!(charged(), [CONTEXT + GIB, CONTEXT + 2 * GIB]);
+    first.succeed(&["device 1"]);
+    assert_eq!(first.ask("retain"), REFUSED);
+    // What one gives back is its own device's; what a rank held goes with it on both.
+    second.succeed(&["free a"]);
+    assert_eq!(charged(), [CONTEXT + GIB, CONTEXT + 512 * MIB]);
+    first.kill();
+    pod.agent.await_charged_on(0, 0);
+    pod.agent.await_charged_on(1, CONTEXT);
+    assert!(pod.agent.is_consistent());
 }
 
 #[test]
