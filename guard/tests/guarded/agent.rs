@@ -1,5 +1,6 @@
 //! An agent for tests: hands out pages, grants, and remembers what it is told.
 
+use std::io::{PipeReader, PipeWriter};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,7 +19,6 @@ use rustix_bare::net::{
     sockopt::socket_peercred,
 };
 use rustix_bare::process::{Pid, PidfdFlags, pidfd_open};
-use rustix_bare::time::Timespec;
 
 /// What the agent says to a question for more.
 #[derive(Clone, Copy, Debug)]
@@ -55,6 +55,8 @@ struct Shared {
     /// Whoever said hello.
     guards: Mutex<Vec<OwnedFd>>,
     stopping: AtomicBool,
+    /// Its other end is closed when threads are to stop.
+    stop: PipeReader,
 }
 
 /// An agent that serves one pod.
@@ -62,10 +64,8 @@ pub(crate) struct Agent {
     shared: Arc<Shared>,
     socket: PathBuf,
     thread: Option<JoinHandle<()>>,
+    stop: Option<PipeWriter>,
 }
-
-/// How often a thread looks whether it is to stop.
-const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
 
 pub(crate) const POD: &str = "0a1b2c3d-0000-4000-8000-000000000001";
 
@@ -93,6 +93,7 @@ impl Agent {
         for (ordinal, device) in quotas.iter().enumerate() {
             assert!(quota.set(ordinal, device));
         }
+        let (stop, stopper) = std::io::pipe().unwrap();
         let shared = Arc::new(Shared {
             quota,
             quota_fd,
@@ -103,6 +104,7 @@ impl Agent {
             heard: Mutex::default(),
             guards: Mutex::default(),
             stopping: AtomicBool::new(false),
+            stop,
         });
         let _ = std::fs::remove_file(socket);
         let listener =
@@ -113,16 +115,19 @@ impl Agent {
             let shared = Arc::clone(&shared);
             thread::spawn(move || shared.accept(&listener, pod))
         };
-        Self { shared, socket: socket.to_owned(), thread: Some(thread) }
+        Self { shared, socket: socket.to_owned(), thread: Some(thread), stop: Some(stopper) }
     }
 
     /// Ends at once, as by SIGKILL: sockets close, pages stay.
     pub(crate) fn die(&mut self) {
-        self.shared.stopping.store(true, Ordering::Relaxed);
-        if let Some(thread) = self.thread.take() {
-            thread.join().unwrap();
-        }
+        self.stop().unwrap();
         std::fs::remove_file(&self.socket).unwrap();
+    }
+
+    fn stop(&mut self) -> thread::Result<()> {
+        self.shared.stopping.store(true, Ordering::Relaxed);
+        drop(self.stop.take());
+        self.thread.take().map_or(Ok(()), JoinHandle::join)
     }
 
     /// The next agent: has the usage page, and makes a new quota page.
@@ -195,9 +200,13 @@ impl Agent {
 
     /// Waits until so much is charged.
     pub(crate) fn await_charged(&self, bytes: u64) {
-        let began = Instant::now();
-        while self.charged() != bytes {
-            assert!(began.elapsed() < Duration::from_secs(20), "{} are charged, not {bytes}", self.charged());
+        self.await_charged_on(0, bytes);
+    }
+
+    pub(crate) fn await_charged_on(&self, device: usize, bytes: u64) {
+        let (began, charged) = (Instant::now(), || self.charged_on(device));
+        while charged() != bytes {
+            assert!(began.elapsed() < Duration::from_secs(20), "{} are charged, not {bytes}", charged());
             thread::sleep(Duration::from_millis(2));
         }
     }
@@ -211,17 +220,8 @@ impl Agent {
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        self.shared.stopping.store(true, Ordering::Relaxed);
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        let _ = self.stop();
     }
-}
-
-/// Waits for input or the end of the other side, for a tick.
-fn has_input(fd: impl AsFd) -> bool {
-    let mut watched = [PollFd::new(&fd, PollFlags::IN)];
-    matches!(poll(&mut watched, Some(&TICK)), Ok(1..))
 }
 
 impl Shared {
@@ -229,10 +229,16 @@ impl Shared {
         self.stopping.load(Ordering::Relaxed)
     }
 
+    /// Waits for input, the end of the other side, or until this is to stop.
+    fn has_input(&self, fd: impl AsFd) -> bool {
+        let mut watched = [PollFd::new(&fd, PollFlags::IN), PollFd::new(&self.stop, PollFlags::IN)];
+        poll(&mut watched, None).is_ok() && !watched[0].revents().is_empty()
+    }
+
     fn accept(self: &Arc<Self>, listener: &OwnedFd, pod: &'static str) {
         let mut threads = Vec::new();
         while !self.stops() {
-            if !has_input(listener) {
+            if !self.has_input(listener) {
                 continue;
             }
             let Ok(socket) = accept_with(listener, SocketFlags::CLOEXEC) else { continue };
@@ -250,7 +256,7 @@ impl Shared {
         let mut slot = None;
         let mut frame = [0_u8; FRAME];
         while !self.stops() {
-            if !has_input(socket) {
+            if !self.has_input(socket) {
                 continue;
             }
             let length = match recv(socket, &mut frame, RecvFlags::empty()) {
@@ -281,7 +287,7 @@ impl Shared {
         // Whoever is at the other end is to see that this one is closed.
         self.guards.lock().unwrap().clear();
         // The process may have closed its socket and go on.
-        while !self.stops() && !has_input(&process) {}
+        while !self.stops() && !self.has_input(&process) {}
         if let Some(slot) = slot.filter(|_| !self.stops()) {
             self.usage.reap(slot).unwrap();
         }
