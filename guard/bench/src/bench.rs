@@ -13,7 +13,7 @@ use serde::de::DeserializeOwned;
 use tempfile::TempDir;
 
 use crate::agent::Agent;
-use crate::child::{DeviceLine, Latency, Sight, Waiting};
+use crate::child::{self, DeviceLine, Latency, Sight, Waiting};
 use crate::driver::NODES;
 use crate::report::Report;
 use crate::times::{Times, median, median_difference, microseconds};
@@ -37,6 +37,8 @@ pub(crate) enum Part {
     Start,
     /// Many processes that open the driver at once.
     Storm,
+    /// Many processes that start at once, up to their first memory.
+    Crowd,
     /// PyTorch, by a script of its own.
     Torch,
 }
@@ -82,6 +84,9 @@ pub(crate) fn run(setting: &Setting) -> Result<ExitCode> {
     if wanted(Part::Storm) {
         bench.storm(&mut report, 100, if setting.real { 3 } else { 5 })?;
         bench.storm(&mut report, 300, if setting.real { 2 } else { 3 })?;
+    }
+    if wanted(Part::Crowd) {
+        bench.crowd(&mut report, 300, if setting.real { 2 } else { 4 })?;
     }
     if let Some(script) = setting.torch.as_deref().filter(|_| wanted(Part::Torch)) {
         report.note(bench.torch(script)?);
@@ -391,14 +396,90 @@ impl Bench {
             times.push(Duration::from_nanos(next(&mut lines)?.parse()?));
         }
         for child in &mut children {
-            let status = child.0.wait()?;
-            ensure!(status.success(), "a measured program failed: {status}");
+            child.succeeds()?;
         }
+        self.check_joined(before, guarded, processes)?;
+        Ok(times)
+    }
+
+    /// That all of these programs have connected since `before`, or without the guard none.
+    fn check_joined(&self, before: u64, guarded: bool, processes: usize) -> Result<()> {
         let joined = self.agent.shared().joined.load(Ordering::Relaxed) - before;
         ensure!(
             joined >= if guarded { u64::try_from(processes)? } else { 0 } && (guarded || joined == 0),
             "{joined} of {processes} connected"
         );
+        Ok(())
+    }
+
+    /// So many processes that are started at once, each up to its first memory.
+    fn crowd(&self, report: &mut Report, processes: usize, rounds: usize) -> Result<()> {
+        let (mut with, mut without) = (Times::default(), Times::default());
+        for round in 0..rounds {
+            for turn in 0..2 {
+                let guarded = (round + turn) % 2 == 0;
+                let times = self.crowd_once(guarded, processes)?;
+                if guarded { with.extend(&times) } else { without.extend(&times) }
+            }
+        }
+        let what = format!("first memory of {processes} starts at once");
+        // Where the driver takes no time, a start is so short that the guard's part of it shows.
+        let goal = if self.real { 1.1 } else { 1.5 };
+        for (name, per_mille) in [("median", 500), ("p99", 990)] {
+            let ratio = with.quantile(per_mille) / without.quantile(per_mille);
+            report.at_most(&format!("{what}, {name}, with / without"), ratio, goal, "");
+        }
+        println!(
+            "  {} with: median {:.2} ms, p99 {:.2} ms; {} without: median {:.2} ms, p99 {:.2} ms",
+            with.len(),
+            with.median() / 1e3,
+            with.quantile(990) / 1e3,
+            without.len(),
+            without.median() / 1e3,
+            without.quantile(990) / 1e3
+        );
+        Ok(())
+    }
+
+    fn crowd_once(&self, guarded: bool, processes: usize) -> Result<Times> {
+        let shared = self.agent.shared();
+        let before = shared.joined.load(Ordering::Relaxed);
+        let quota = shared.quota.device(0).context("no device")?;
+        // As in a pod that has just been made: the first ones ask for what they may have.
+        shared.quota.set_granted(0, 0);
+        let (gate, hold) = std::io::pipe()?;
+        let (answers, tell) = std::io::pipe()?;
+        let mut children = Vec::new();
+        for _ in 0..processes {
+            let mut command = self.program(guarded);
+            command.args(["child", "first", "--since", &child::now().to_string()]);
+            command.stdin(gate.try_clone()?).stdout(tell.try_clone()?);
+            children.push(Running(command.spawn()?));
+        }
+        drop((gate, tell));
+        let mut lines = BufReader::new(answers);
+        let mut times = Times::default();
+        for _ in 0..processes {
+            let line = next(&mut lines)?;
+            let took = line.parse().with_context(|| format!("a measured program failed: {line}"))?;
+            times.push(Duration::from_nanos(took));
+        }
+        // All of them hold it now, and it is in the pod's sum.
+        let expected = if guarded { u64::try_from(processes * child::FIRST)? } else { 0 };
+        let charged = shared.usage.charged(0);
+        ensure!(charged == expected, "{charged} bytes are charged, not {expected}");
+        drop(hold);
+        for child in &mut children {
+            child.succeeds()?;
+        }
+        self.check_joined(before, guarded, processes)?;
+        // What they held is given back a moment after their end.
+        let until = Instant::now() + Duration::from_secs(5);
+        while !shared.slots().is_empty() {
+            ensure!(Instant::now() < until, "processes that have ended are not forgotten");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        shared.quota.set(0, &quota);
         Ok(times)
     }
 
@@ -429,6 +510,15 @@ fn next(lines: &mut BufReader<PipeReader>) -> Result<String> {
 
 /// A process that is ended with its owner.
 struct Running(Child);
+
+impl Running {
+    /// Waits for its end, which must be a good one.
+    fn succeeds(&mut self) -> Result<()> {
+        let status = self.0.wait()?;
+        ensure!(status.success(), "a measured program failed: {status}");
+        Ok(())
+    }
+}
 
 impl Drop for Running {
     fn drop(&mut self) {
@@ -468,8 +558,6 @@ impl Talk {
     fn end(mut self) -> Result<()> {
         self.input = None;
         self.output.read_to_end(&mut Vec::new())?;
-        let status = self.child.0.wait()?;
-        ensure!(status.success(), "a measured program failed: {status}");
-        Ok(())
+        self.child.succeeds()
     }
 }

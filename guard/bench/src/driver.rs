@@ -79,6 +79,17 @@ impl Memory {
     }
 }
 
+/// `CUmemAllocationProp`: pinned memory of the first device.
+#[repr(C)]
+struct Properties {
+    kind: c_int,
+    handle_types: c_int,
+    location_kind: c_int,
+    location: c_int,
+    windows: usize,
+    flags: [u8; 8],
+}
+
 /// A device.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Device {
@@ -129,6 +140,18 @@ impl Driver {
         let mut context: Handle = ptr::null_mut();
         call!(self, cuDevicePrimaryCtxRetain(&raw mut context => *mut Handle, 0 => c_int));
         call!(self, cuCtxSetCurrent(context => Handle));
+        Ok(())
+    }
+
+    /// Takes memory of the first device, until the process ends. It needs no context, of which a device
+    /// does not hold hundreds.
+    pub(crate) fn create(&self, bytes: usize) -> Result<()> {
+        let properties =
+            Properties { kind: 1, handle_types: 0, location_kind: 1, location: 0, windows: 0, flags: [0; 8] };
+        let mut made = 0_u64;
+        call!(self, cuMemCreate(
+            &raw mut made => *mut u64, bytes => usize, &raw const properties => *const Properties, 0 => u64
+        ));
         Ok(())
     }
 
