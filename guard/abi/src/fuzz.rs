@@ -97,7 +97,7 @@ impl Source<'_> {
 
 /// Any packet is either refused or understood in one way only.
 pub fn wire(bytes: &[u8]) {
-    fn both(packet: &[u8]) {
+    packets(bytes, |packet| {
         if let Ok(message) = ToAgent::decode(packet) {
             let (frame, length) = message.encode();
             let frame = frame.get(..length).expect("a frame that fits");
@@ -110,17 +110,24 @@ pub fn wire(bytes: &[u8]) {
             assert_eq!(ToGuard::decode(frame), Ok(message));
             assert_eq!(frame.get(8..), packet.get(8..length));
         }
-    }
+    });
+}
 
-    both(bytes);
-    // As hardly anything random begins like a frame, the same behind a good header.
+/// What is made of an input: itself; as hardly anything random begins like a frame, the same behind a
+/// good header; and as hardly any random number is one of a list, that with small numbers in it.
+fn packets(bytes: &[u8], mut each: impl FnMut(&[u8])) {
+    /// More than there are messages in either direction.
+    const KINDS: u8 = 8;
+    const FIRST_TO_GUARD: u8 = 100;
+
+    each(bytes);
     let (start, _) = ToAgent::Strength { flags: 0 }.encode();
     let mut packet = [0; FRAME + 8];
     let length = (bytes.len() + 8).min(packet.len());
     for (to, &from) in packet.iter_mut().zip(start.iter().take(4)) {
         *to = from;
     }
-    let kind = bytes.first().map_or(0, |byte| byte % 5 + byte / 128 * 100);
+    let kind = bytes.first().map_or(0, |byte| byte % KINDS + byte / 128 * FIRST_TO_GUARD);
     let size = u16::try_from(length).unwrap_or(0).to_le_bytes();
     for (to, from) in packet.iter_mut().skip(4).zip([kind, 0].into_iter().chain(size)) {
         *to = from;
@@ -128,7 +135,12 @@ pub fn wire(bytes: &[u8]) {
     for (to, &from) in packet.iter_mut().skip(8).zip(bytes) {
         *to = from;
     }
-    both(packet.get(..length).unwrap_or(&[]));
+    each(packet.get(..length).unwrap_or(&[]));
+    // The numbers have 32 bits or 64, the lowest first.
+    for (at, byte) in packet.iter_mut().enumerate().skip(8) {
+        *byte = if at % 4 == 0 { *byte % 8 } else { 0 };
+    }
+    each(packet.get(..length).unwrap_or(&[]));
 }
 
 /// In any order of steps, kills and corrections no charge is lost or made twice.
@@ -271,6 +283,35 @@ pub fn quota_page(bytes: &[u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_message_is_among_what_the_inputs_are_made_into() {
+        let (mut to_agent, mut to_guard) = ([0_u32; 4], [0_u32; 5]);
+        let mut inputs = Inputs::new(3);
+        for _ in 0..20_000 {
+            packets(inputs.next_input(), |packet| {
+                if let Ok(message) = ToAgent::decode(packet) {
+                    to_agent[match message {
+                        ToAgent::Hello(_) => 0,
+                        ToAgent::Grant { .. } => 1,
+                        ToAgent::Refused { .. } => 2,
+                        ToAgent::Strength { .. } => 3,
+                    }] += 1;
+                }
+                if let Ok(message) = ToGuard::decode(packet) {
+                    to_guard[match message {
+                        ToGuard::Welcome { .. } => 0,
+                        ToGuard::Denied { .. } => 1,
+                        ToGuard::Granted { .. } => 2,
+                        ToGuard::NotGranted { .. } => 3,
+                        ToGuard::Trim { .. } => 4,
+                    }] += 1;
+                }
+            });
+        }
+        let often = |counts: &[u32]| counts.iter().all(|count| *count > 100);
+        assert!(often(&to_agent) && often(&to_guard), "{to_agent:?} {to_guard:?}");
+    }
 
     #[test]
     fn two_hundred_thousand_inputs_find_nothing() {
