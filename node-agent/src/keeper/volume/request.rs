@@ -246,31 +246,58 @@ mod tests {
         ]
     }
 
+    /// A part of a path, or what somebody would rather have there.
+    fn any_part() -> impl Strategy<Value = String> {
+        prop_oneof!["[a-z0-9.-]{0,4}", "[a-z./~\\x00-]{0,12}", any_text()]
+    }
+
     fn any_request() -> impl Strategy<Value = NodePublishVolumeRequest> {
         let names = [EPHEMERAL, POD_UID, POD_NAME, POD_NAMESPACE, PRELOAD_ATTRIBUTE];
         let attributes = names.map(|_| proptest::option::of(any_text()));
-        (any_text(), any_text(), any::<bool>(), attributes).prop_map(
-            move |(id, target_path, readonly, values)| {
+        // A path that goes with whatever UID is given, or any.
+        let pod = proptest::option::of((any_part(), any_part()));
+        (any_text(), any_text(), any::<bool>(), attributes, pod).prop_map(
+            move |(id, target_path, readonly, values, pod)| {
                 let mut changed =
                     NodePublishVolumeRequest { volume_id: id, target_path, readonly, ..request() };
                 for (name, value) in names.into_iter().zip(values) {
                     value.map(|value| changed.volume_context.insert(name.to_owned(), value));
+                }
+                if let Some((uid, volume)) = pod {
+                    changed.target_path = path(&uid, &volume);
+                    changed.volume_context.insert(POD_UID.to_owned(), uid);
                 }
                 changed
             },
         )
     }
 
+    #[test]
+    fn many_of_any_requests_are_refused_and_many_are_not() {
+        let mut runner = proptest::test_runner::TestRunner::deterministic();
+        let any = any_request();
+        let accepted = (0..2000).filter(|_| {
+            let request = any.new_tree(&mut runner).unwrap().current();
+            validated(&request).is_ok()
+        });
+        let accepted = accepted.count();
+        assert!((20..1500).contains(&accepted), "{accepted} of 2000 are accepted");
+    }
+
     proptest! {
         /// Whatever is accepted lies where it should, in the pod that asked.
         #[test]
         fn any_request_is_refused_or_stays_in_its_pod(request in any_request()) {
+            // What is to be taken away is told by its path alone.
+            if let Ok(target) = target(&request.target_path, Path::new(ROOT)) {
+                prop_assert_eq!(path(&target.pod, &target.volume), request.target_path.as_str());
+                for part in target.directories() {
+                    prop_assert!(!part.is_empty() && !part.contains(['/', '\0']) && !part.starts_with('.'));
+                }
+            }
             if let Ok(publish) = validated(&request) {
                 prop_assert_eq!(&publish.target.pod, &request.volume_context[POD_UID]);
                 prop_assert_eq!(path(&publish.target.pod, &publish.target.volume), request.target_path);
-                for part in publish.target.directories() {
-                    prop_assert!(!part.is_empty() && !part.contains('/') && !part.starts_with('.'));
-                }
                 for library in publish.preload {
                     prop_assert!(library.starts_with('/') && !library.contains(char::is_whitespace));
                 }
