@@ -8,11 +8,12 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 programs=$here/bundle/guard
 out=${OUT:-$PWD/real-gpu-out}
 only=bench,null,cases,pool,torch
+named=()
 limit=540
 
 usage() {
     cat <<'END_OF_USAGE'
-usage: guard.sh [--programs DIR] [--out DIR] [--only PART,...] [--limit SECONDS]
+usage: guard.sh [--programs DIR] [--out DIR] [--only PART,...] [--cases NAME,...] [--limit SECONDS]
   --programs DIR   what pack.sh made (default: bundle/guard beside this script)
   --out DIR        where the report goes (default $OUT, else ./real-gpu-out)
   --only PARTS     of these, with commas (default all):
@@ -21,6 +22,8 @@ usage: guard.sh [--programs DIR] [--out DIR] [--only PART,...] [--limit SECONDS]
                      cases  every way of taking memory, with the guard and without
                      pool   the keeper
                      torch  a training step and a decode loop, with and without in pairs
+  --cases NAMES    the part cases alone, and of it only these, with commas: of torch_cases.py --list, of
+                   driver_cases.py --list, and rest (what is charged for a process at rest)
   --limit SECONDS  no part begins later than this (default 540)
 END_OF_USAGE
 }
@@ -30,6 +33,7 @@ while (($#)); do
     --programs) programs=$(realpath "${2:?--programs needs a folder}") && shift ;;
     --out) out=${2:?--out needs a folder} && shift ;;
     --only) only=${2:?--only needs parts} && shift ;;
+    --cases) only=cases && named=(--only "${2:?--cases needs names}") && shift ;;
     --limit) limit=${2:?--limit needs seconds} && shift ;;
     -h | --help) usage && exit ;;
     *) usage >&2 && exit 2 ;;
@@ -73,7 +77,7 @@ everything() {
     printf 'kernel %s, %s cores, %s\n' "$(uname -r)" "$(nproc)" "$(date -u +%F)"
     part bench 240 "$bench" --real --library "$library"
     part null 120 "$bench" --library "$library" --null-driver "$programs/libgpusim_cuda.so"
-    part cases 240 python3 "$here/guard_cases.py" --guard-bench "$bench" --library "$library"
+    part cases 240 python3 "$here/guard_cases.py" --guard-bench "$bench" --library "$library" "${named[@]}"
     part pool 120 python3 "$here/pool_bench.py" --keeper "$programs/keeper"
     part torch 240 python3 "$here/torch_bench.py" --guard-bench "$bench" --library "$library"
     return "$code"

@@ -2,7 +2,8 @@
 
     guard_cases.py --guard-bench PROGRAM [--library LIBRARY] [--limit BYTES] [--lanes N] [--only NAME,...]
 
-Prints a line a claim with its numbers, and exits 0 if every claim held.
+Prints a line a claim with its numbers, and exits 0 if every claim held. The limit is that of each device. `rest` among
+the names is what is charged for a process at rest.
 """
 
 import argparse
@@ -37,21 +38,36 @@ class Runs:
         return [*command, *(["--library", arguments.library] if arguments.library else []), "--"]
 
     def run(self, script, case, guarded):
-        """What a case says, and what was charged in the end."""
+        """What a case says, what was charged in the end, and what its ranks held when they rested, if it has some."""
         state = os.path.join(self.folder, f"{script}-{case}.json")
         command = [sys.executable, os.path.join(HERE, script), case]
+        ranks, resting, pairs = torch_cases.RANKS.get(case, 0), None, []
         if guarded:
             command = [*self.serve(state), *command, "--quota", str(self.arguments.limit)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        if done.returncode != 0 or not lines:
-            said = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
-            raise RuntimeError(f"{'with' if guarded else 'without'} the guard it ended with {done.returncode}: {said}")
+            if ranks:
+                resting = tempfile.mkdtemp(dir=self.folder)
+                command += ["--rest", resting]
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+            with subprocess.Popen(command, stdout=out, stderr=errors, text=True) as process:
+                try:
+                    if resting:
+                        pairs = rests(process, resting, ranks, state)
+                    process.wait(300)
+                except BaseException:
+                    process.kill()
+                    raise
+            out.seek(0)
+            errors.seek(0)
+            printed, said = out.read(), errors.read()
+        lines = [line for line in printed.splitlines() if line.startswith("{")]
+        if process.returncode != 0 or not lines:
+            said = " | ".join((said or printed).strip().splitlines()[-3:])
+            raise RuntimeError(f"{'with' if guarded else 'without'} the guard it ended with {process.returncode}: {said}")
         charged = None
         if guarded:
             with open(state, encoding="utf-8") as file:
                 charged = json.load(file)
-        return json.loads(lines[-1]), charged
+        return json.loads(lines[-1]), charged, pairs
 
 
 def claim(holds, what, numbers):
@@ -59,15 +75,65 @@ def claim(holds, what, numbers):
     return bool(holds)
 
 
+def drift(state, reader):
+    """What each process has charged on each device, and what the driver says that it holds there: `(device, charged,
+    held)` for whatever is not nothing by both."""
+    with open(state, encoding="utf-8") as file:
+        processes = json.load(file)["processes"]
+    pairs = []
+    for device in range(len(reader.devices)):
+        listed = reader.settled(device).processes
+        for pid, charged in processes.items():
+            if len(charged) != len(reader.devices):
+                raise RuntimeError(f"{len(charged)} devices are charged, NVML has {len(reader.devices)}: unset "
+                                   "CUDA_VISIBLE_DEVICES")
+            pair = (device, charged[device], listed.get(int(pid)) or 0)
+            if any(pair[1:]):
+                pairs.append(pair)
+    return pairs
+
+
+def rests(process, folder, ranks, state):
+    """The same of a case once all its ranks rest; then they go on. Nothing of one that ended before."""
+    end = time.monotonic() + 120
+    while len(os.listdir(folder)) < ranks:
+        if process.poll() is not None:
+            return []
+        if time.monotonic() > end:
+            raise RuntimeError(f"{len(os.listdir(folder))} of {ranks} ranks came to rest")
+        time.sleep(0.05)
+    time.sleep(0.5)  # the state is written every 50 ms
+    pairs = drift(state, nvml.Nvml())
+    with open(os.path.join(folder, "go"), "w", encoding="utf-8"):
+        pass
+    return pairs
+
+
+def apart(pairs):
+    """Whether charges and the driver's numbers are near each other, and both in words."""
+    numbers = "; ".join(f"GPU {device}: charged {charged / MIB:.1f} MiB, the driver says {held / MIB:.1f}"
+                        for device, charged, held in pairs)
+    return bool(pairs) and all(abs(charged - held) <= GROWTH for _, charged, held in pairs), numbers
+
+
 def compare(runs, script, case):
-    without, _ = runs.run(script, case, False)
-    under, charged = runs.run(script, case, True)
+    without, _, _ = runs.run(script, case, False)
+    under, charged, pairs = runs.run(script, case, True)
     holds, numbers = torch_cases.judge(case, without, under, runs.arguments.limit)
     if holds is None:
         return None, numbers
     left = sum(charged["charged"])
     if left or charged["joined"] == 0:
         holds, numbers = False, f"{charged['joined']} processes connected, {left} bytes left charged; {numbers}"
+    if case in torch_cases.RANKS:
+        near, said = apart(pairs)
+        if not near:
+            holds, said = False, f"more than {GROWTH // MIB} MiB apart at rest: {said or 'nobody holds anything'}"
+        devices = {device for device, used, _ in pairs if used}
+        wanted = set(range(torch_cases.RANKS[case])) if "nccl" in case else {0}
+        if devices != wanted:
+            holds, said = False, f"charged on the devices {sorted(devices)}, not {sorted(wanted)}; {said}"
+        numbers = f"{numbers}; {said}"
     return holds, numbers
 
 
@@ -91,14 +157,8 @@ def at_rest(runs, limit):
         else:
             raise RuntimeError("it did not take its memory")
         time.sleep(0.5)
-        with open(state, encoding="utf-8") as file:
-            charged = {int(pid): held[0] for pid, held in json.load(file)["processes"].items()}
-        listed = nvml.Nvml().settled().processes
-        pairs = [(held, listed[pid]) for pid, held in charged.items() if pid in listed]
-        worst = max((abs(held - used) for held, used in pairs), default=None)
-        return worst is not None and worst <= GROWTH, "; ".join(
-            f"charged {held / MIB:.1f} MiB, the driver says {used / MIB:.1f}" for held, used in pairs) or \
-            f"none of {list(charged)} is listed"
+        near, numbers = apart(drift(state, nvml.Nvml()))
+        return near, numbers or "nobody holds anything"
     finally:
         process.terminate()
         process.wait(20)
@@ -116,8 +176,16 @@ def main():
     cases = [("driver_cases.py", case) for case in driver_cases.CASES]
     if not arguments.no_torch:
         cases += [("torch_cases.py", case) for case in torch_cases.CASES]
+    resting = not arguments.no_torch
     if arguments.only:
-        cases = [(script, case) for script, case in cases if case in arguments.only.split(",")]
+        wanted = arguments.only.split(",")
+        known = [case for _, case in cases] + ["rest"]
+        if set(wanted) - set(known):
+            parser.error(f"no case {', '.join(sorted(set(wanted) - set(known)))}: there are {', '.join(known)}")
+        cases = [(script, case) for script, case in cases if case in wanted]
+        resting = resting and "rest" in wanted
+    # As NVML numbers the devices.
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     held = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.lanes) as lanes:
         runs = Runs(arguments, folder)
@@ -131,7 +199,7 @@ def main():
                 print(f"      {what:<42} not run: {numbers}", flush=True)
             else:
                 held.append(claim(holds, what, numbers))
-        if not arguments.no_torch and not arguments.only:
+        if resting:
             try:
                 holds, numbers = at_rest(runs, arguments.limit)
                 held.append(claim(holds, "at rest: charged and held, 160 MiB apart", numbers))

@@ -4,6 +4,9 @@ computed, and what became of it at the quota.
     torch_cases.py CASE [--quota BYTES]     one case; with a quota it also runs into it
     torch_cases.py --list
 
+With `--rest FOLDER` the ranks of a case that is in `RANKS` rest once they have computed something, each with a file
+there, until there is a file `go`: so that somebody can compare what they hold with what is charged for it.
+
 `judge` compares a run under a quota with one without.
 """
 
@@ -16,6 +19,9 @@ import sys
 import time
 
 CASES = {}
+# The ranks of the cases that have some: on one device, or where there are two devices one on each.
+RANKS = {"two_gloo_ranks": 2, "one_nccl_rank": 1, "two_nccl_ranks": 2}
+REST = "TORCH_CASES_REST"
 STEP = 256 << 20
 # How much of a quota contexts, libraries and what a case itself holds may take before it is refused.
 OVERHEAD = 3 << 30
@@ -51,8 +57,8 @@ def train(torch, steps=6):
     return sum(checksum(parameter.detach()) for parameter in model.parameters())
 
 
-def run_into(torch, quota):
-    """Allocates until it is refused, frees, and goes on: how that went."""
+def run_into(torch, quota, full=lambda: None):
+    """Allocates until it is refused, calls `full` with all of it held, frees, and goes on: how that went."""
     if quota is None:
         return {}
     held, refused = [], None
@@ -65,6 +71,7 @@ def run_into(torch, quota):
         refused = type(error).__name__
     count, reserved = len(held), torch.cuda.memory_reserved()
     left = torch.cuda.mem_get_info()[0]
+    full()
     held.clear()
     torch.cuda.empty_cache()
     after = torch.ones(STEP, dtype=torch.uint8, device="cuda")
@@ -77,23 +84,34 @@ def judge(case, without, under, quota):
     """Whether a run under a quota is as it must be, and its numbers. `None` where the case cannot be run here."""
     if "skipped" in under or "skipped" in without:
         return None, under.get("skipped") or without.get("skipped")
-    held = under.get("held_at_refusal", 0)
     wrong = []
     if under["result"] != without["result"]:
         wrong.append(f"it computed {under['result']}, not {without['result']}")
-    if under.get("refused") not in ("OutOfMemoryError", 2):
-        wrong.append(f"it was refused by {under.get('refused')}")
-    if not quota - OVERHEAD <= held <= quota:
-        wrong.append("it was refused at the wrong place")
-    if {under.get("total"), under.get("total_of_device")} != {quota}:
-        wrong.append("it does not see its quota as the device")
-    if not under.get("free_at_first", quota + 1) <= quota:
-        wrong.append("it sees more free than it has")
-    if not under.get("goes_on"):
-        wrong.append("it did not go on")
-    numbers = (f"refused ({under.get('refused')}) with {held / 2**30:.2f} GiB held, sees {under.get('total', 0) / 2**30:.2f} "
-               f"GiB, {under.get('free_at_first', 0) / 2**30:.2f} free at first; result {str(under['result'])[:40]}")
-    return not wrong, "; ".join([*wrong, numbers])
+    # Each rank that has a device of its own ran into the quota there, all at once.
+    runs = under.get("ranks", [under])
+    numbers = []
+    for number, run in enumerate(runs):
+        whose = f"rank {number} " if len(runs) > 1 else ""
+        wrong += [f"{whose or 'it '}{what}" for what in wrong_at_quota(run, quota)]
+        numbers.append(f"{whose}refused ({run.get('refused')}) with {run.get('held_at_refusal', 0) / 2**30:.2f} GiB held, "
+                       f"sees {run.get('total', 0) / 2**30:.2f} GiB, {run.get('free_at_first', 0) / 2**30:.2f} free at first")
+    return not wrong, "; ".join([*wrong, *numbers, f"result {str(under['result'])[:60]}"])
+
+
+def wrong_at_quota(run, quota):
+    """What is not as it must be of a process that ran into its quota on a device."""
+    wrong = []
+    if run.get("refused") not in ("OutOfMemoryError", 2):
+        wrong.append(f"was refused by {run.get('refused')}")
+    if not quota - OVERHEAD <= run.get("held_at_refusal", 0) <= quota:
+        wrong.append("was refused at the wrong place")
+    if {run.get("total"), run.get("total_of_device")} != {quota}:
+        wrong.append("does not see its quota as the device")
+    if not run.get("free_at_first", quota + 1) <= quota:
+        wrong.append("sees more free than it has")
+    if not run.get("goes_on"):
+        wrong.append("did not go on")
+    return wrong
 
 
 @case()
@@ -162,20 +180,49 @@ def _rank(rank, world, backend, port, quota, results):
     # The ranks are on one machine, which may have no other network.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     dist.init_process_group(backend, rank=rank, world_size=world)
-    device = torch.device("cuda", rank if backend == "nccl" and world > 1 else 0)
+    # Ranks wait for each other here without needing memory of a device.
+    meeting = dist.new_group(backend="gloo")
+    own_device = backend == "nccl" and world > 1
+    device = torch.device("cuda", rank if own_device else 0)
     torch.cuda.set_device(device)
-    values = torch.full((1 << 20,), float(rank + 1), device=device)
-    dist.all_reduce(values)
-    out = {"rank": rank, "result": checksum(values)}
-    if rank == 0:
-        out.update(run_into(torch, quota))
+
+    def reduced():
+        values = torch.full((1 << 20,), float(rank + 1), device=device)
+        dist.all_reduce(values)
+        return checksum(values)
+
+    out = {"rank": rank, "result": [reduced()]}
+    kept = torch.ones(STEP, dtype=torch.uint8, device=device)
+    rest(rank)
+    del kept
+    if own_device or rank == 0:
+        # Where each has a device of its own, all are full at the same time.
+        out.update(run_into(torch, quota, (lambda: dist.barrier(group=meeting)) if own_device else (lambda: None)))
+    dist.barrier(group=meeting)
+    # What was refused has not disturbed what the ranks have with each other.
+    out["result"].append(reduced())
     dist.barrier()
     dist.destroy_process_group()
     results.put(out)
 
 
+def rest(rank, most=120):
+    """Waits until whoever wants to look at the ranks has done so."""
+    folder = os.environ.get(REST)
+    if not folder:
+        return
+    with open(os.path.join(folder, f"rank-{rank}"), "w", encoding="utf-8"):
+        pass
+    end = time.monotonic() + most
+    while not os.path.exists(os.path.join(folder, "go")):
+        if time.monotonic() > end:
+            raise RuntimeError(f"nobody has said in {most} s how to go on")
+        time.sleep(0.02)
+
+
 def distributed(torch, world, backend, quota):
-    """Ranks as processes; the first also runs into the quota, which is that of all of them together."""
+    """Ranks as processes. Each that has a device of its own also runs into the quota; where they share one, the first
+    does, and the quota is that of all of them together."""
     context = torch.multiprocessing.get_context("spawn")
     results = context.Queue()
     with socket.socket() as free:
@@ -197,7 +244,8 @@ def distributed(torch, world, backend, quota):
     for process in ranks:
         process.join(60)
     answers.sort(key=lambda answer: answer["rank"])
-    return {**answers[0], "result": [answer["result"] for answer in answers]}
+    at_quota = [answer for answer in answers if "refused" in answer]
+    return {"result": [answer["result"] for answer in answers], **({"ranks": at_quota} if at_quota else {})}
 
 
 @case()
@@ -221,6 +269,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("case", nargs="?", choices=sorted(CASES))
     parser.add_argument("--quota", type=int)
+    parser.add_argument("--rest")
     parser.add_argument("--list", action="store_true")
     arguments = parser.parse_args()
     if arguments.list or not arguments.case:
@@ -230,6 +279,8 @@ def main():
     if any(os.environ.get(name) != value for name, value in environment.items()):
         # PyTorch reads these once, when it is loaded.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **environment})
+    if arguments.rest:
+        os.environ[REST] = arguments.rest
     import torch
     started = time.monotonic()
     answer = function(torch, arguments.quota)
