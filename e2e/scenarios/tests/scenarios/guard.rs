@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 const USED: &str = "highwater_pod_memory_used_bytes";
 const CHARGED: &str = "highwater_pod_guard_charged_bytes";
 const DIFFERENCE: &str = "highwater_pod_memory_difference_bytes";
+const REFUSALS: &str = "highwater_guard_refusals_total";
 
 /// What a context takes on the simulated device.
 const CONTEXT: i64 = 518 * MI;
@@ -93,6 +94,55 @@ fn s1_s2_s4_a05_a07_a08_b01_b02_b03_b08_h08_a_pod_sees_its_quota_as_the_card_and
             s.untouched(pod).await?;
             s.served_without_failure(pod).await?;
         }
+        ensure!(s.incidents().await?.is_empty(), "nobody exceeded anything");
+        Ok(())
+    })
+}
+
+#[test]
+fn a10_a_pod_with_two_gpus_has_a_quota_an_account_and_refusals_on_each() -> Result<()> {
+    scenario("ranks", async |s| {
+        s.program("ranks", enforce(&s.namespace, "16Gi")).await?;
+        // Two ranks of an engine: one fills its device, and the other has a device of its own.
+        let script = "fork 1 { device 1; context; alloc 6Gi; hold 4s; info; hold }; \
+                      context; alloc 15Gi; expect-oom create 1Gi; hold 4s; info; hold";
+        let ranks = ModelServer::new("ranks", script).guarded().gpus(2);
+        let pod = s.start_server("ranks", &ranks).await?;
+        s.strength(&pod, Strength::Guard).await?;
+        let (full, other) = (15 * GI + CONTEXT, 6 * GI + CONTEXT);
+        let name = pod.name_any();
+        eventually("each device to have its own numbers", TIMEOUT, async || {
+            let samples = s.metrics(NODE).await?;
+            let mut seen = Vec::new();
+            for device in samples.devices_of(&name) {
+                let (pod, device) = (name.as_str(), device.as_str());
+                let of_device = [("namespace", s.namespace.as_str()), ("pod", pod), ("device", device)];
+                let (used, charged) = (samples.bytes(USED, &of_device)?, samples.bytes(CHARGED, &of_device)?);
+                seen.push((used, charged, samples.sum(REFUSALS, &of_device) > 0));
+            }
+            seen.sort_unstable();
+            let expected = [(Some(other), Some(other), false), (Some(full), Some(full), true)];
+            ensure!(seen == expected, "used, charged, refused: {seen:?}");
+            Ok(())
+        })
+        .await?;
+        let infos = eventually("both ranks to say what they see", TIMEOUT, async || {
+            let infos = infos(&said(s, &pod).await?)?;
+            ensure!(infos.len() == 2, "there are {infos:?}");
+            Ok(infos)
+        })
+        .await?;
+        let mut free: Vec<_> =
+            infos.iter().map(|info| shows_a_card_of(info, 16 * GI)).collect::<Result<_>>()?;
+        free.sort_unstable();
+        for (free, held) in free.iter().zip([full, other]) {
+            ensure!((16 * GI - held - free).abs() <= 64 * MI, "{free} are free beside {held}: {infos:?}");
+        }
+        // What the full one refuses, the other gives, up to its own quota.
+        let both = "expect-oom create 1Gi; device 1; create 8Gi; expect-oom create 2Gi; \
+                    device 0; expect-oom create 1Gi";
+        s.follow(&pod, &[], both).await?.well()?;
+        s.untouched(&pod).await?;
         ensure!(s.incidents().await?.is_empty(), "nobody exceeded anything");
         Ok(())
     })
