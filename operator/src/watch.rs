@@ -11,7 +11,7 @@ use std::{
 use futures::StreamExt;
 use highwater_crds::{GpuMemoryIncident, names};
 use highwater_policy::{
-    drain,
+    drain::{self, Field},
     remediation::{Carrier, carrier},
 };
 use k8s_openapi::{
@@ -36,6 +36,7 @@ use crate::{
     agents::{LABELS, is_agent},
     context::{Context, Writers, is_open, key},
     incident_controller::{show_halt, show_tickets, wake_siblings},
+    node_controller::cordon,
 };
 
 /// Annotation that the kubelet puts on the API's copy of a static pod.
@@ -249,7 +250,7 @@ fn node_facts(node: &Node) -> impl Hash {
         node.metadata.uid.clone(),
         node.metadata.labels.clone(),
         [names::PAUSED, names::CORDONED_FOR, names::RESET_REQUESTED].map(annotation),
-        node.spec.as_ref().and_then(|s| s.unschedulable),
+        cordon::field(node).map(|field| field == Field::Ours),
         ours.map(|t| t.value.clone()).collect::<Vec<_>>(),
         node.metadata.deletion_timestamp.is_some(),
     )
@@ -267,7 +268,7 @@ fn strip_owner<K: Resource>(object: &mut K) {
 }
 
 fn strip_node(node: &mut Node) {
-    drop_managed(node);
+    cordon::strip_managed(node);
     node.status = node
         .status
         .take()

@@ -3,16 +3,17 @@
 //! | from      | to        | when |
 //! |-----------|-----------|------|
 //! | (new)     | Proposed  | it waits: for the reset that was requested, for room, for a budget, for somebody's cordon |
-//! | Proposed  | Approved  | a token is reserved; the cordon follows, then the evictions, one after the other |
+//! | Proposed  | Approved  | a token is reserved; the cordon follows, then the evictions, one after the other. Or the cordon stands already |
 //! | Approved  | Cancelled | somebody uncordoned the node; the reason went before the first eviction; nobody asks for it any more |
 //! | Approved  | Verifying | every pod that had to go was asked to, or the memory is back |
 //! | Approved  | Failed    | it took too long, or nobody can say any more what the node holds |
 //! | Verifying | Succeeded, Failed | the memory came back, or did not in time, or somebody uncordoned the node |
 //!
 //! As in [`crate::remediation`] every step is decided from present facts alone. The cordon is known by
-//! the annotation that was set with it. Whatever ends a drain, its cordon is undone because no open
-//! incident stands behind it any more ([`is_orphaned`]): also after a crash, and also where somebody
-//! deleted the incident.
+//! the annotation that was set with it: a node that has it has been cordoned, whatever was recorded, so
+//! that a drain whose leader died in between goes on from there, and no clock is asked whose it is.
+//! Whatever ends a drain, its cordon is undone because no open incident stands behind it any more
+//! ([`is_orphaned`]): also after a crash, and also where somebody deleted the incident.
 
 use highwater_crds::{
     Decision, DecisionState, GpuMemoryIncident, GpuMemoryIncidentSpec, IncidentKind, Mode, Observation,
@@ -103,21 +104,31 @@ pub enum Cordon {
     Open,
     /// That of this drain.
     Own,
-    /// This drain had set one, and somebody has lifted it.
+    /// This drain had set one, and somebody has lifted it. They may have set another since.
     Lifted,
     /// Somebody else's.
     Others,
 }
 
-/// Whose cordon a node has, by what its spec and its annotation [`names::CORDONED_FOR`] say. `own` is
-/// what this drain would write there: see [`mark`].
-pub fn cordon(unschedulable: bool, annotation: Option<&str>, own: &str) -> Cordon {
+/// Whose cordon a node has: whether it is cordoned, and whether the field that says so may be
+/// Highwater's; and what its annotation [`names::CORDONED_FOR`] says, which was written together with
+/// that field. `own` is what this drain would write there: see [`mark`].
+pub fn cordon(unschedulable: Option<Field>, annotation: Option<&str>, own: &str) -> Cordon {
     match (unschedulable, annotation == Some(own)) {
-        (true, true) => Cordon::Own,
-        (true, false) => Cordon::Others,
-        (false, true) => Cordon::Lifted,
-        (false, false) => Cordon::Open,
+        (Some(Field::Ours), true) => Cordon::Own,
+        (Some(_), false) => Cordon::Others,
+        (None | Some(Field::Theirs), true) => Cordon::Lifted,
+        (None, false) => Cordon::Open,
     }
+}
+
+/// Who set the field that cordons a node, as the API server knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Field {
+    /// Highwater, or nobody says who.
+    Ours,
+    /// Somebody else.
+    Theirs,
 }
 
 /// What the annotation [`names::CORDONED_FOR`] says: which incident a cordon is for.
@@ -270,16 +281,16 @@ pub fn decide(view: &View<'_>, now: Timestamp) -> Step {
     match view.decision {
         Some(decision) if decision.state.is_final() => Step::Rest(None),
         Some(decision) if decision.state == DecisionState::Verifying => verify(view, decision, now),
-        Some(decision) if decision.state == DecisionState::Approved && has_begun(view, decision) => {
-            under_way(view, decision, now)
-        }
+        decision if has_begun(view) => under_way(view, decision, now),
         _ => before(view, now),
     }
 }
 
-/// Whether the node was cordoned. A leader that died right after has not recorded it.
-fn has_begun(view: &View<'_>, decision: &Decision) -> bool {
-    decision.acted_at.is_some() || matches!(view.cordon, Some(Cordon::Own | Cordon::Lifted))
+/// Whether the node was cordoned. The node itself says so where it can: a leader that died right
+/// after has not recorded it, and another that knew of nothing may have recorded a wait since.
+fn has_begun(view: &View<'_>) -> bool {
+    let recorded = |d: &Decision| d.state == DecisionState::Approved && d.acted_at.is_some();
+    matches!(view.cordon, Some(Cordon::Own | Cordon::Lifted)) || view.decision.is_some_and(recorded)
 }
 
 fn end(state: DecisionState, reason: &'static str, message: impl Into<String>) -> Step {
@@ -339,16 +350,12 @@ fn before(view: &View<'_>, now: Timestamp) -> Step {
     if let Some(other) = &view.rival {
         return waits("AwaitingVerification", format!("incident {other} drains node {}", spec.node));
     }
-    match cordon {
-        Cordon::Open | Cordon::Own => {}
-        Cordon::Lifted => return end(Cancelled, "Uncordoned", uncordoned(spec)),
-        Cordon::Others => {
-            let message = format!(
-                "node {} was cordoned by somebody else, who seems to be at work there: nothing is done until that cordon goes",
-                spec.node
-            );
-            return waits("NodeCordoned", message);
-        }
+    if cordon == Cordon::Others {
+        let message = format!(
+            "node {} was cordoned by somebody else, who seems to be at work there: nothing is done until that cordon goes",
+            spec.node
+        );
+        return waits("NodeCordoned", message);
     }
     if moving.pods.is_empty() && !zombie {
         let message = format!("no pod on {} may be evicted{}", spec.node, moving.stay());
@@ -367,7 +374,7 @@ fn before(view: &View<'_>, now: Timestamp) -> Step {
 }
 
 /// A drain whose node is cordoned.
-fn under_way(view: &View<'_>, decision: &Decision, now: Timestamp) -> Step {
+fn under_way(view: &View<'_>, decision: Option<&Decision>, now: Timestamp) -> Step {
     use DecisionState::{Approved, Cancelled, Failed, Verifying};
 
     let (spec, policy) = (view.spec, &view.spec.policy);
@@ -376,7 +383,8 @@ fn under_way(view: &View<'_>, decision: &Decision, now: Timestamp) -> Step {
         Some(Cordon::Own) => {}
         Some(_) => return end(Cancelled, "Uncordoned", uncordoned(spec)),
     }
-    let Some(since) = decision.acted_at.as_ref().map(|at| at.0) else {
+    let recorded = decision.filter(|decision| decision.state == Approved);
+    let Some((decision, since)) = recorded.and_then(|d| Some((d, d.acted_at.as_ref()?.0))) else {
         // Set just before its leader died: record it.
         return Step::Begin;
     };
@@ -623,7 +631,7 @@ fn rehearsed(view: &View<'_>, moving: &Moving<'_>) -> String {
 }
 
 fn uncordoned(spec: &GpuMemoryIncidentSpec) -> String {
-    format!("somebody uncordoned node {}: nothing more is evicted from it", spec.node)
+    format!("somebody lifted the cordon of node {}: nothing more is evicted from it", spec.node)
 }
 
 fn agent_gone(spec: &GpuMemoryIncidentSpec, away: SignedDuration) -> String {

@@ -1,9 +1,13 @@
 //! Sets a cordon for a drain, and takes back what nothing stands behind any more. Cordon and
-//! annotation are one patch, with the version of the node that was read.
+//! annotation are one patch, with the version of the node that was read: whoever comes next reads off
+//! the node whose cordon it is, and for what.
 
 use highwater_crds::names::{CORDONED_FOR, manager};
-use highwater_policy::drain::{self, Cordon};
-use k8s_openapi::api::core::v1::Node;
+use highwater_policy::drain::{self, Cordon, Field};
+use k8s_openapi::{
+    api::core::v1::Node,
+    apimachinery::pkg::apis::meta::v1::{FieldsV1, ManagedFieldsEntry, ObjectMeta},
+};
 use kube::{
     Api, Client,
     api::{Patch, PatchParams},
@@ -20,7 +24,24 @@ pub(crate) fn annotation(node: &Node) -> Option<&str> {
 
 /// Whose cordon a node has, for a drain that marks its own with `own`.
 pub(crate) fn state(node: &Node, own: &str) -> Cordon {
-    drain::cordon(is_cordoned(node), annotation(node), own)
+    drain::cordon(field(node), annotation(node), own)
+}
+
+/// Whether a node is cordoned, and whose that field is. Somebody may have uncordoned and cordoned it
+/// since we did: then it is theirs.
+pub(crate) fn field(node: &Node) -> Option<Field> {
+    is_cordoned(node).then(|| if is_ours(&node.metadata) { Field::Ours } else { Field::Theirs })
+}
+
+/// Forgets who wrote what of a node, but for who wrote the cordon of one that has our annotation.
+pub(crate) fn strip_managed(node: &mut Node) {
+    let marked = annotation(node).is_some();
+    let mut managed = node.metadata.managed_fields.take().filter(|_| marked).unwrap_or_default();
+    managed.retain(wrote_cordon);
+    for entry in &mut managed {
+        entry.fields_v1 = Some(FieldsV1(json!({"f:spec": {"f:unschedulable": {}}})));
+    }
+    node.metadata.managed_fields = Some(managed).filter(|managed| !managed.is_empty());
 }
 
 /// Whether nothing more is scheduled on a node.
@@ -84,7 +105,7 @@ fn undo(node: &Node) -> (Value, Released) {
         "resourceVersion": node.metadata.resource_version,
         "annotations": {CORDONED_FOR: null},
     }});
-    if is_cordoned(node) && is_ours(node) {
+    if field(node) == Some(Field::Ours) {
         if let Some(fields) = patch.as_object_mut() {
             fields.insert("spec".to_owned(), json!({"unschedulable": null}));
         }
@@ -93,18 +114,19 @@ fn undo(node: &Node) -> (Value, Released) {
     (patch, Released::Annotation)
 }
 
-/// Whether the cordon that a node has is the one we set. Somebody may have uncordoned and cordoned
-/// it since: then the field is theirs.
-fn is_ours(node: &Node) -> bool {
-    let mut owners = node.metadata.managed_fields.iter().flatten().filter(|entry| {
-        let fields = entry.fields_v1.as_ref();
-        fields.is_some_and(|fields| fields.0.pointer("/f:spec/f:unschedulable").is_some())
-    });
+/// Whether the cordon that a node has is the one we set, where anybody says who set it.
+fn is_ours(meta: &ObjectMeta) -> bool {
+    let mut owners = meta.managed_fields.iter().flatten().filter(|entry| wrote_cordon(entry));
     let first = owners.next();
     first.is_none_or(|first| {
         let ours = |manager: Option<&String>| manager.is_some_and(|m| m == manager::OPERATOR_CORDON);
         ours(first.manager.as_ref()) || owners.any(|entry| ours(entry.manager.as_ref()))
     })
+}
+
+fn wrote_cordon(entry: &ManagedFieldsEntry) -> bool {
+    let fields = entry.fields_v1.as_ref();
+    fields.is_some_and(|fields| fields.0.pointer("/f:spec/f:unschedulable").is_some())
 }
 
 fn params() -> PatchParams {
@@ -128,6 +150,25 @@ mod tests {
                 "annotations": {CORDONED_FOR: "hw/i/u"}},
             "spec": {"unschedulable": unschedulable}}))
         .unwrap()
+    }
+
+    #[test]
+    fn d05_whoever_lifted_our_cordon_and_set_their_own_is_respected_as_the_watch_shows_it_too() {
+        let ours = Some(manager::OPERATOR_CORDON);
+        let cases = [
+            (node(true, ours), Cordon::Own),
+            (node(true, Some("kubectl-cordon")), Cordon::Lifted),
+            (node(false, None), Cordon::Lifted),
+        ];
+        for (mut node, whose) in cases {
+            assert_eq!(state(&node, "hw/i/u"), whose);
+            strip_managed(&mut node);
+            assert_eq!(state(&node, "hw/i/u"), whose);
+        }
+        let mut unmarked = node(true, ours);
+        unmarked.metadata.annotations = None;
+        strip_managed(&mut unmarked);
+        assert_eq!(unmarked.metadata.managed_fields, None, "a fleet is held in memory");
     }
 
     #[test]

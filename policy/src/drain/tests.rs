@@ -93,6 +93,38 @@ fn a_drain_begins_with_its_cordon() {
 }
 
 #[test]
+fn a_cordon_that_bears_the_drains_mark_has_begun_it_whatever_was_recorded_and_the_clocks_say() {
+    let (spec, pods, targets) = (spec("Breaker", "Enforce"), [pod("a", "Deployment/a", 0)], targets());
+    let waits = decision(DecisionState::Proposed, None);
+    for recorded in [None, Some(&waits)] {
+        let refusal = Some(Refusal { said: vec!["no".into()], retry_at: None });
+        let paused = Some("node n1".to_owned());
+        let base = View { decision: recorded, refusal, paused, ..view(&spec, &pods, &targets) };
+        for second in [-20_000, 101, 20_000] {
+            let own = View { cordon: Some(Cordon::Own), ..base.clone() };
+            assert_eq!(decide(&own, at(second)), Step::Begin, "it is recorded, and goes on from there");
+            let lifted = View { cordon: Some(Cordon::Lifted), ..base.clone() };
+            assert_eq!(outcome(&lifted, second), "Cancelled/Uncordoned");
+        }
+        assert_eq!(outcome(&base, 101), "Proposed/Paused");
+    }
+}
+
+#[test]
+fn whose_a_cordon_is_is_read_off_the_node_alone() {
+    let own = mark("hw", "i", "u");
+    let of = |field, annotation: &str| cordon(field, Some(annotation).filter(|a| !a.is_empty()), &own);
+    assert_eq!(of(Some(Field::Ours), &own), Cordon::Own);
+    assert_eq!(of(None, &own), Cordon::Lifted);
+    assert_eq!(of(Some(Field::Theirs), &own), Cordon::Lifted, "somebody lifted ours and set their own");
+    assert_eq!(of(None, ""), Cordon::Open);
+    for field in [Field::Ours, Field::Theirs] {
+        assert_eq!(of(Some(field), ""), Cordon::Others);
+        assert_eq!(of(Some(field), "hw/i/another"), Cordon::Others, "an earlier incident of the same name");
+    }
+}
+
+#[test]
 fn every_wait_before_the_cordon_is_named() {
     let (spec, pods, targets) = (spec("Breaker", "Enforce"), [pod("a", "Deployment/a", 0)], targets());
     let base = view(&spec, &pods, &targets);
@@ -328,16 +360,11 @@ fn memory_is_seen_back_by_a_node_whose_clock_is_behind() {
 }
 
 #[test]
-fn only_our_own_cordon_is_ours() {
+fn a_mark_names_its_incident() {
     let own = mark("hw", "i", "u");
     assert_eq!(marked(&own), Some(("hw", "i", "u")));
     assert_eq!(marked("by hand"), None);
     assert_eq!(marked("a/b/c/d"), None);
-    assert_eq!(cordon(false, None, &own), Cordon::Open);
-    assert_eq!(cordon(true, None, &own), Cordon::Others);
-    assert_eq!(cordon(true, Some(&own), &own), Cordon::Own);
-    assert_eq!(cordon(false, Some(&own), &own), Cordon::Lifted);
-    assert_eq!(cordon(true, Some("hw/other/u"), &own), Cordon::Others);
 }
 
 #[test]

@@ -53,6 +53,34 @@ async fn an_incident_deleted_by_hand_gives_its_node_back() {
 }
 
 #[tokio::test]
+async fn a_cordon_of_which_nothing_was_recorded_counts_as_begun_even_without_its_token() {
+    let (cluster, _) = rounds(Cluster::new(&json!({"action": "Drain"})), 2).await;
+    let evicted = {
+        let mut cluster = lock(&cluster);
+        assert_eq!(cluster.objects[NODE]["spec"]["unschedulable"], true);
+        cluster.objects.remove("/api/v1/namespaces/hw/configmaps/highwater-budget");
+        cluster.edit(INCIDENT, |incident| incident["status"] = json!({}));
+        cluster.edit(super::cluster::POLICY, |policy| {
+            policy["spec"]["remediation"]["budget"]["rates"][0]["maxActions"] = json!(0);
+        });
+        cluster.evictions.len()
+    };
+    let operator = Operator::new(&cluster, &Arc::new(Line::default()));
+    round(&cluster, &operator).await;
+    let decision = lock(&cluster).objects[INCIDENT]["status"]["decision"].clone();
+    assert!(decision["actedAt"].is_string(), "its time is counted: {decision:#}");
+    assert!(decision["message"].as_str().unwrap().contains("lost with the ledger"), "{decision:#}");
+    lock(&cluster).objects.remove(super::cluster::POLICY);
+    for _ in 0..2 {
+        round(&cluster, &operator).await;
+    }
+    assert_eq!(verdict(&cluster), is("Cancelled", "PolicyDeleted"));
+    let cluster = lock(&cluster);
+    assert!(cluster.objects[NODE]["spec"].get("unschedulable").is_none());
+    assert_eq!((cluster.evictions.len(), cluster.tokens().len()), (evicted, 0), "nobody without a token");
+}
+
+#[tokio::test]
 async fn zombie_memory_asks_for_a_reset_and_withdraws_that_when_it_is_back() {
     let mut cluster = Cluster::new(&json!({"action": "Drain"}));
     cluster.edit(INCIDENT, |incident| incident["spec"]["kind"] = json!("ZombieMemory"));

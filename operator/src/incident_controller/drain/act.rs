@@ -56,8 +56,12 @@ pub(super) async fn begin(ctx: &Context, mut scene: Scene) -> Result<Again, Erro
 }
 
 async fn reserve_and_cordon(ctx: &Context, scene: &mut Scene) -> Result<bool, Error> {
-    let budgets = match reserve_token(ctx, &scene.limits, &scene.node_token()).await? {
-        Ok(said) => said,
+    let (token, budgets) = match reserve_token(ctx, &scene.limits, &scene.node_token()).await? {
+        Ok(said) => ("a token is reserved", said),
+        // The cordon stands, and its time has to be counted.
+        Err(Refusal { said, .. }) if scene.cordon() == Some(Cordon::Own) => {
+            ("its token was lost with the ledger", said)
+        }
         Err(Refusal { said, .. }) => {
             let verdict = out_of_budget(&said);
             write(ctx, scene, &verdict, Particulars { budgets: said, ..Particulars::default() }).await?;
@@ -71,7 +75,7 @@ async fn reserve_and_cordon(ctx: &Context, scene: &mut Scene) -> Result<bool, Er
         state: DecisionState::Approved,
         reason: WITHIN_BUDGET,
         message: format!(
-            "a token is reserved; {node} {what} and {going} pods are evicted one after the other{}",
+            "{token}; {node} {what} and {going} pods are evicted one after the other{}",
             to(&targets)
         ),
     };

@@ -288,7 +288,8 @@ impl Scene {
         drain::mark(&self.key.0, &self.key.1, self.uid())
     }
 
-    fn cordon(&self) -> Option<Cordon> {
+    /// Whose cordon its node has. None: the node is gone.
+    pub(super) fn cordon(&self) -> Option<Cordon> {
         Some(cordon::state(self.node.as_ref()?, &self.mark()))
     }
 
