@@ -400,16 +400,29 @@ impl Episodes {
         let there = device.zombie.holds && device.ledger.zombie != Some(0);
         let Some(watched) = breaker.filter(|_| there) else { return };
         let reason = Reason { device: Arc::clone(&device.uuid), mode: stand.mode, about: About::Zombie };
+        let Some(bytes) = device.ledger.zombie else {
+            // What cannot be measured begins nothing, and ends nothing.
+            wanted.push(reason);
+            return;
+        };
+        let policy = &watched.rule.policy;
+        let other = self.running.get(&reason).is_some_and(|running| {
+            let incident = running.incident.as_ref().and_then(|name| stand.world.incidents.get(name));
+            !episode::is_same_zombie(&running.draft, policy, signed(bytes))
+                || incident.is_some_and(|incident| !running.is_of(incident))
+        });
+        if other {
+            self.end(&reason, stand.moment.now);
+        }
         wanted.push(reason.clone());
         self.running.entry(reason).or_insert_with(|| {
-            let bytes = device.ledger.zombie.unwrap_or(0);
             let explanation = format!(
                 "{} are in use for processes that are gone: no pod holds them",
                 ByteSize(bytes).rounded()
             );
             let action = Action::of(ActionType::Drain);
             let draft = Draft { explanation, frees: Some(bytes), ..Draft::of(stand, &action) };
-            Running::new(draft.begin(IncidentKind::ZombieMemory, &watched.rule.policy, None))
+            Running::new(draft.begin(IncidentKind::ZombieMemory, policy, None))
         });
     }
 
@@ -488,11 +501,14 @@ impl Episodes {
             }
             // It may have been of an episode that had just ended, or somebody deleted it.
             let incident = running.incident.as_ref().and_then(|name| world.incidents.get(name));
-            if incident.is_some_and(|incident| !episode::has_ended(incident)) {
+            if incident.is_some_and(|incident| !episode::has_ended(incident) && running.is_of(incident)) {
                 continue;
             }
             let act = running.draft.proposed.action;
-            let same = world.incidents.values().filter(|incident| incident.spec.proposed.action == act);
+            let same = world
+                .incidents
+                .values()
+                .filter(|incident| incident.spec.proposed.action == act && running.is_of(incident));
             if let Beginning::Resumed(incident) = episode::begin(&running.key, same) {
                 running.incident = Some(name_of(incident));
                 continue;
@@ -651,6 +667,11 @@ impl Running {
     /// What it is about, and the act.
     fn of(&self) -> (Key, ActionType) {
         (self.key.clone(), self.draft.proposed.action)
+    }
+
+    /// Whether an incident of its key may be its own.
+    fn is_of(&self, incident: &GpuMemoryIncident) -> bool {
+        self.draft.kind != IncidentKind::ZombieMemory || episode::is_of_zombie(incident, &self.draft)
     }
 
     /// The episode of an incident that an earlier agent opened.

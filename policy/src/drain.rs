@@ -65,6 +65,8 @@ pub struct View<'a> {
     pub asks: Asks,
     /// Another drain of the same node.
     pub rival: Option<String>,
+    /// A later incident about more of the same zombie memory.
+    pub larger: Option<String>,
     /// What stops new acts, if something does.
     pub paused: Option<String>,
     /// Why the whole fleet stands still, if it does.
@@ -303,7 +305,7 @@ fn wait(state: DecisionState, reason: &'static str, message: String, again: Sign
 
 /// A drain that has not begun.
 fn before(view: &View<'_>, now: Timestamp) -> Step {
-    use DecisionState::{Cancelled, Proposed, Suppressed};
+    use DecisionState::{Cancelled, Proposed, Superseded, Suppressed};
 
     let (spec, policy) = (view.spec, &view.spec.policy);
     let Some(cordon) = view.cordon else {
@@ -319,6 +321,10 @@ fn before(view: &View<'_>, now: Timestamp) -> Step {
         return end(Cancelled, "Recovered", "memory was back before anything was done");
     }
     let zombie = spec.kind == IncidentKind::ZombieMemory;
+    if let (true, Some(other)) = (zombie, &view.larger) {
+        let message = format!("incident {other} is about more memory of the same device, and this one's");
+        return end(Superseded, "LargerEpisode", message);
+    }
     if view.asks == Asks::Nothing && !zombie {
         let message = format!("policy {policy} no longer asks for a drain of {}", spec.node);
         return end(Suppressed, "PolicyGone", message);

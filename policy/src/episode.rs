@@ -23,6 +23,14 @@ pub const RENEW_MILLISECONDS: u64 = 2000;
 /// Reason of a decision that waits for a fresh observation.
 pub const AWAITING_OBSERVATION: &str = "AwaitingObservation";
 
+/// From how many more bytes of zombie memory than an incident is about, if they are twice as many at
+/// least, another is opened.
+const ZOMBIE_OUTGROWN: i64 = 256 << 20;
+
+/// Reasons of decisions by which an incident was closed because nobody asked for it any more, or nobody
+/// could say how it stands. Who asks, or is there again, has not been answered by them.
+const NOBODY_ASKED: [&str; 3] = ["PolicyDeleted", "PolicyGone", "AgentGone"];
+
 /// What an episode is about. Of one key at most one episode runs at a time.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key {
@@ -82,6 +90,25 @@ pub fn begin<'a>(key: &Key, incidents: impl IntoIterator<Item = &'a GpuMemoryInc
         Some(incident) => Beginning::New(incident.spec.episode.saturating_add(1)),
         None => Beginning::New(1),
     }
+}
+
+/// Whether an incident of zombie memory is that of the present episode, which `now` is about. That
+/// memory is of no pod, so that a key says little: what another policy was told, or what was said of
+/// far less, says nothing of what there is now.
+pub fn is_of_zombie(incident: &GpuMemoryIncident, now: &GpuMemoryIncidentSpec) -> bool {
+    let unanswered = |d: &Decision| NOBODY_ASKED.contains(&d.reason.as_str());
+    !decision(incident).is_some_and(unanswered) && is_same_zombie(&incident.spec, &now.policy, frees(now))
+}
+
+/// Whether an episode of zombie memory goes on, where the memory is so many bytes now, and this policy
+/// asks for an act.
+pub fn is_same_zombie(then: &GpuMemoryIncidentSpec, policy: &str, bytes: i64) -> bool {
+    let more = bytes.saturating_sub(frees(then));
+    then.policy == policy && (more < ZOMBIE_OUTGROWN || more < frees(then))
+}
+
+fn frees(spec: &GpuMemoryIncidentSpec) -> i64 {
+    spec.proposed.frees_bytes.unwrap_or(0)
 }
 
 /// Whether the agent has seen the end of an incident's episode.
@@ -261,6 +288,41 @@ mod tests {
         assert_eq!(begin(&key, &ended), Beginning::New(4));
         let other = Key { mode: Mode::DryRun, ..key };
         assert_eq!(begin(&other, &ended), Beginning::New(1));
+    }
+
+    #[test]
+    fn zombie_memory_of_another_policy_or_of_far_more_is_another_episode() {
+        const MI: i64 = 1 << 20;
+        let zombie = |policy: &str, bytes: i64| {
+            let mut incident = incident(1);
+            (incident.spec.kind, incident.spec.subject) = (IncidentKind::ZombieMemory, None);
+            incident.spec.policy = policy.into();
+            incident.spec.proposed.frees_bytes = Some(bytes);
+            incident
+        };
+        let small = zombie("a", 3 * MI);
+        for (policy, bytes, same) in [
+            ("a", 3 * MI, true),
+            ("a", 258 * MI, true),
+            ("a", 259 * MI, false),
+            ("a", 0, true),
+            ("b", 3 * MI, false),
+            ("b", 40_960 * MI, false),
+        ] {
+            assert_eq!(is_of_zombie(&small, &zombie(policy, bytes).spec), same, "{policy}: {bytes}");
+        }
+        let large = zombie("a", 10_240 * MI);
+        assert!(is_of_zombie(&large, &zombie("a", 20_479 * MI).spec));
+        assert!(!is_of_zombie(&large, &zombie("a", 20_480 * MI).spec));
+        for (state, reason, answered) in [
+            (DecisionState::Cancelled, "PolicyDeleted", false),
+            (DecisionState::Cancelled, "AgentGone", false),
+            (DecisionState::Cancelled, "Uncordoned", true),
+            (DecisionState::Proposed, "ResetRequested", true),
+        ] {
+            let closed = with(large.clone(), Some((state, reason)), None);
+            assert_eq!(is_of_zombie(&closed, &large.spec), answered, "{reason}");
+        }
     }
 
     fn last(state: ObservationState, age: u64, answers: bool) -> Last {

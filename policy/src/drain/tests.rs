@@ -60,6 +60,7 @@ pub(super) fn view<'a>(spec: &'a GpuMemoryIncidentSpec, pods: &'a [Pod], targets
         agent_away: None,
         asks: Asks::Drain { timeout_minutes: TIMEOUT_MINUTES },
         rival: None,
+        larger: None,
         paused: None,
         halted: None,
         refusal: None,

@@ -569,3 +569,59 @@ fn l03_zombie_memory_is_an_incident_of_nobody_until_it_is_back() {
     }
     assert!(bench.observed().contains(&ObservationState::Recovered));
 }
+
+#[test]
+fn d07_far_more_zombie_memory_and_another_policy_each_have_an_incident_of_their_own() {
+    let mut bench = Bench::with(breaker("Device", json!([])), |_| {});
+    let told = |bench: &mut Bench, gib: u64| {
+        for _ in 0..130 {
+            bench.hold(100, &[(Holder::Gone, gib)]);
+        }
+        let created = bench.created();
+        let of = |i: &GpuMemoryIncident| (i.spec.policy.clone(), i.spec.episode, i.spec.proposed.frees_bytes);
+        (created.iter().map(of).collect::<Vec<_>>(), created)
+    };
+    let of = |policy: &str, episode, gib: i64| vec![(policy.to_owned(), episode, Some(gib << 30))];
+    let (first, small) = told(&mut bench, 1);
+    assert_eq!(first, of("serving", 1, 1));
+    bench.decide(&small[0], DecisionState::Proposed, "ResetRequested");
+    let (second, large) = told(&mut bench, 30);
+    assert_eq!(second, of("serving", 2, 30), "a little of it does not hide a lot");
+    assert!(told(&mut bench, 30).0.is_empty() && told(&mut bench, 45).0.is_empty(), "it is the same");
+
+    for incident in small.iter().chain(&large) {
+        bench.decide(incident, DecisionState::Cancelled, "PolicyDeleted");
+    }
+    let mut layer = breaker("Device", json!([]));
+    layer["rules"][0]["breakers"][0]["policy"] = json!("batch");
+    let spec = serde_json::from_value(json!({"planLifeSeconds": 600, "layers": [layer]})).unwrap();
+    bench.world(WorldChange::Plan(Set::Upsert(GpuMemoryNode::new("n1", spec))));
+    let (third, next) = told(&mut bench, 30);
+    assert_eq!(third, of("batch", 3, 30), "what the policy before was told is no news to this one");
+    assert!(told(&mut bench, 30).0.is_empty());
+
+    bench.decide(&next[0], DecisionState::Cancelled, "PolicyDeleted");
+    assert_eq!(told(&mut bench, 30).0, of("batch", 4, 30), "a policy that was made again asks again");
+    for _ in 0..130 {
+        bench.hold(100, &[]);
+    }
+    assert!(bench.observed().contains(&ObservationState::Recovered));
+}
+
+#[test]
+fn d07_zombie_memory_that_an_earlier_agent_was_told_of_is_the_same_episode() {
+    let mut bench = Bench::with(breaker("Device", json!([])), |_| {});
+    for _ in 0..130 {
+        bench.hold(100, &[(Holder::Gone, 30)]);
+    }
+    let incident = bench.created().remove(0);
+    bench.decide(&incident, DecisionState::Proposed, "ResetRequested");
+    // The agent is killed; the next one finds less of it, then as much as there was.
+    bench.engine.episodes = Episodes::default();
+    for gib in [1, 30] {
+        for _ in 0..130 {
+            bench.hold(100, &[(Holder::Gone, gib)]);
+        }
+        assert!(bench.created().is_empty(), "{gib} GiB");
+    }
+}

@@ -81,6 +81,20 @@ async fn a_cordon_of_which_nothing_was_recorded_counts_as_begun_even_without_its
 }
 
 #[tokio::test]
+async fn of_two_incidents_of_zombie_memory_the_larger_one_goes_on() {
+    let mut cluster = Cluster::new(&json!({"action": "Drain"}));
+    cluster.edit(INCIDENT, |incident| incident["spec"]["kind"] = json!("ZombieMemory"));
+    let mut larger = cluster.objects[INCIDENT].clone();
+    larger["metadata"] = json!({"name": "i-larger", "namespace": "hw", "uid": "v"});
+    larger["spec"]["episode"] = json!(2);
+    cluster.put(&format!("{INCIDENT}-larger"), larger);
+    let (cluster, _) = rounds(cluster, 2).await;
+    assert_eq!(verdict(&cluster), is("Superseded", "LargerEpisode"));
+    let annotations = lock(&cluster).objects[NODE]["metadata"]["annotations"].clone();
+    assert_eq!(annotations[highwater_crds::names::RESET_REQUESTED], "GPU-n1", "the other asks for it");
+}
+
+#[tokio::test]
 async fn zombie_memory_asks_for_a_reset_and_withdraws_that_when_it_is_back() {
     let mut cluster = Cluster::new(&json!({"action": "Drain"}));
     cluster.edit(INCIDENT, |incident| incident["spec"]["kind"] = json!("ZombieMemory"));

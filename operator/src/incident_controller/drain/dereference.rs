@@ -2,7 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use highwater_crds::{ActionType, DecisionState, DrainAction, GpuMemoryIncident, IncidentKind, Mode, names};
+use highwater_crds::{
+    ActionType, DecisionState, DrainAction, GpuMemoryIncident, GpuMemoryIncidentSpec, IncidentKind, Mode,
+    names,
+};
 use highwater_policy::{
     budget::{self, Act, Answer, Limits, Token, TokenLedger},
     drain::{self, Asks, Cordon, Step, View, decide},
@@ -50,6 +53,7 @@ pub(super) struct Scene {
     paused: Option<String>,
     halted: Option<String>,
     rival: Option<String>,
+    larger: Option<String>,
 }
 
 /// None where the incident is gone, over, or cannot be read.
@@ -72,6 +76,7 @@ pub(super) async fn dereference(ctx: &Context, key: &Key) -> Result<Option<Scene
         paused: None,
         halted: None,
         rival: None,
+        larger: None,
     };
     scene.look(ctx)?;
     if scene.needs_room() {
@@ -112,6 +117,8 @@ impl Scene {
             .iter()
             .find(|other| other.spec.node == spec.node)
             .and_then(|other| other.metadata.name.clone());
+        let larger = ctx.stores.incidents(|other| is_open(other) && is_larger(&other.spec, &spec));
+        self.larger = larger.into_iter().find_map(|other| other.metadata.name);
         let ledger = ledger(ctx)?;
         self.find_pods(ctx, &ledger);
         let now = Timestamp::now();
@@ -305,6 +312,7 @@ impl Scene {
             agent_away: self.agent_away,
             asks: self.asks,
             rival: self.rival.clone(),
+            larger: self.larger.clone(),
             paused: self.paused.clone(),
             halted: self.halted.clone(),
             refusal: self.refusal.clone(),
@@ -328,6 +336,15 @@ fn drains(ctx: &Context, own: &Key) -> Vec<GpuMemoryIncident> {
             && key(&other.metadata) != *own
             && matches!(state(other), Some(DecisionState::Approved | DecisionState::Verifying))
     })
+}
+
+/// Whether an incident is about more of the zombie memory that another is about: later ones of one policy
+/// are opened for no other reason while the first is still open.
+fn is_larger(other: &GpuMemoryIncidentSpec, than: &GpuMemoryIncidentSpec) -> bool {
+    let of = |spec: &GpuMemoryIncidentSpec| {
+        (spec.kind, spec.mode, spec.policy.clone(), spec.node.clone(), spec.device.clone())
+    };
+    other.kind == IncidentKind::ZombieMemory && other.episode > than.episode && of(other) == of(than)
 }
 
 fn what_is_asked(ctx: &Context, incident: &GpuMemoryIncident, known: &Known) -> (Asks, Option<Terms>) {
