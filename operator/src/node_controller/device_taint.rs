@@ -1,7 +1,7 @@
 //! Taints of single devices, where a DRA driver publishes them: a `DeviceTaintRule` a device. Which
 //! version of it the API server has, if any, is asked when it is first needed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use highwater_crds::{
     GpuMemoryNodeSpec, GpuMemoryNodeStatus, Level,
@@ -34,6 +34,9 @@ use crate::{
 const VERSIONS: [&str; 3] = ["v1", "v1beta2", "v1alpha3"];
 /// How long it is believed that the API server has no such rules.
 const BELIEVED: Duration = Duration::from_mins(10);
+/// How often the rules are listed anew. One that leads no more may have set a rule since, by a request
+/// that was under way: nothing else tells its successor of it.
+pub(crate) const LIST_AGAIN: Duration = Duration::from_mins(1);
 /// The longest value of a label.
 const LABEL: usize = 63;
 
@@ -54,6 +57,21 @@ impl DeviceTaints {
     pub(crate) async fn clear(&self) {
         self.0.lock().await.rules = None;
     }
+}
+
+/// Lists the rules anew, and has each node looked at whose rules are not what this replica thought.
+pub(crate) async fn list_again(ctx: &Context) -> Result<(), Error> {
+    ctx.leader.check()?;
+    let mut known = ctx.device_taints.0.lock().await;
+    let Some(resource) = kind(ctx, &mut known).await? else { return Ok(()) };
+    let rules = list(&Api::all_with(ctx.client.clone(), &resource)).await?;
+    let before = known.rules.take().unwrap_or_default();
+    let nodes: BTreeSet<&String> = rules.keys().chain(before.keys()).collect();
+    for node in nodes.into_iter().filter(|node| rules.get(*node) != before.get(*node)) {
+        ctx.signals.nodes.add(node.clone());
+    }
+    known.rules = Some(rules);
+    Ok(())
 }
 
 /// The devices of a node that can be tainted by themselves, of those of this status. `asked`: whether
@@ -117,7 +135,11 @@ pub(crate) async fn reconcile(
             TaintChange::Set(level) => {
                 let device = published.iter().find(|(uuid, _)| rule_name(uuid) == rule);
                 let Some((uuid, device)) = device else { continue };
-                set(&api, &resource, name, &rule, device, level).await?;
+                if let Err(error) = set(&api, &resource, name, &rule, device, level).await {
+                    // It may have been set all the same, and has to be known of to be removed.
+                    known.rules = None;
+                    return Err(error);
+                }
                 rules.insert(rule.clone(), value_of(level).to_owned());
                 let text = format!(
                     "device {uuid} takes no new pods: it is at level {level:?} (DeviceTaintRule {rule})"

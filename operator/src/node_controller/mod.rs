@@ -37,7 +37,7 @@ const WIDTH: usize = 8;
 /// Keeps taints and labels right while this replica leads.
 pub(crate) async fn run(ctx: Arc<Context>, stop: CancellationToken) {
     let queue = Arc::clone(&ctx.signals.nodes);
-    drain(queue, WIDTH, stop, |name: String| {
+    let work = drain(queue, WIDTH, stop.clone(), |name: String| {
         let ctx = Arc::clone(&ctx);
         async move {
             match reconcile(&ctx, &name).await {
@@ -45,8 +45,16 @@ pub(crate) async fn run(ctx: Arc<Context>, stop: CancellationToken) {
                 Err(error) => ctx.failed("node", &name, &error),
             }
         }
-    })
-    .await;
+    });
+    tokio::join!(work, list_again(&ctx, stop));
+}
+
+async fn list_again(ctx: &Context, stop: CancellationToken) {
+    while stop.run_until_cancelled(tokio::time::sleep(device_taint::LIST_AGAIN)).await.is_some() {
+        if let Err(error) = device_taint::list_again(ctx).await {
+            ctx.failed("node", "device taints", &error);
+        }
+    }
 }
 
 pub(crate) async fn reconcile(ctx: &Context, name: &str) -> Result<Again, Error> {

@@ -3,7 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use axum::http::{Method, StatusCode};
-use highwater_crds::{DecisionState, names};
+use highwater_crds::{
+    DecisionState,
+    names::{self, manager},
+};
 use highwater_policy::remediation::may_follow;
 use jiff::Timestamp;
 use serde_json::{Value, json};
@@ -13,6 +16,8 @@ pub(super) const INCIDENT: &str = "/apis/highwater.dev/v1alpha1/namespaces/hw/gp
 pub(super) const PODS: &str = "/api/v1/namespaces/team/pods/";
 pub(super) const POLICY: &str = "/policy/p";
 const REPORT: &str = "/gmn/n1";
+const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
+const RULES: &str = "/apis/resource.k8s.io/v1beta2/devicetaintrules";
 
 /// What goes wrong at one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,13 +64,15 @@ pub(super) enum Turn {
     PodReplaced,
     PodFinished,
     Uncordoned,
+    /// Somebody lifts our cordon and sets their own.
+    CordonedAnew,
     /// Another owner's field of the node changes.
     NodeChanged,
     PodChanged,
 }
 
 impl Turn {
-    pub(super) const ALL: [Self; 12] = [
+    pub(super) const ALL: [Self; 13] = [
         Self::PolicyDeleted,
         Self::PolicyAsksForNothing,
         Self::Paused,
@@ -76,6 +83,7 @@ impl Turn {
         Self::PodReplaced,
         Self::PodFinished,
         Self::Uncordoned,
+        Self::CordonedAnew,
         Self::NodeChanged,
         Self::PodChanged,
     ];
@@ -115,6 +123,8 @@ pub(super) struct Cluster {
     /// Whether the watches bring news at once, or only after each round.
     pub(super) news_at_once: bool,
     pub(super) agent: Agent,
+    /// A DRA driver publishes the devices, and single ones can be tainted.
+    pub(super) dra: bool,
     pub(super) evictions: Vec<String>,
     /// How often the agent has begun the act, and whether what it did lasts now.
     pub(super) begun: usize,
@@ -160,6 +170,7 @@ impl Cluster {
             turn: None,
             news_at_once: true,
             agent: Agent::Does,
+            dra: false,
             evictions: Vec::new(),
             begun: 0,
             lasting: false,
@@ -238,8 +249,10 @@ impl Cluster {
     }
 
     /// The same, with changes.
-    pub(super) fn with(proposed: &Value, change: impl FnOnce(&mut Self)) -> Self {
-        let mut cluster = Self::new(proposed);
+    pub(super) fn with(&self, change: impl FnOnce(&mut Self)) -> Self {
+        let mut cluster = self.clone();
+        // What was seen long ago is not acted on.
+        cluster.edit(INCIDENT, |incident| incident["spec"]["evidence"]["at"] = now());
         change(&mut cluster);
         cluster
     }
@@ -276,8 +289,19 @@ impl Cluster {
         decided
             && !self.lasting
             && node["metadata"]["annotations"].get(names::CORDONED_FOR).is_none_or(Value::is_null)
-            && node["spec"]["taints"] == foreign_taints()
+            && !self.is_tainted()
             && (self.proposed["action"] != "Freeze" || self.was_tainted)
+    }
+
+    /// Whether the node, or its device, has a taint of ours.
+    pub(super) fn is_tainted(&self) -> bool {
+        self.objects[NODE]["spec"]["taints"] != foreign_taints()
+            || self.objects.keys().any(|path| path.starts_with(RULES))
+    }
+
+    /// Whether somebody else has set the cordon that the node has.
+    pub(super) fn is_cordoned_by_hand(&self) -> bool {
+        self.objects[NODE]["metadata"]["managedFields"][0]["manager"] == "kubectl-cordon"
     }
 
     pub(super) fn tokens(&self) -> BTreeSet<String> {
@@ -324,6 +348,11 @@ impl Cluster {
             }),
             Turn::Uncordoned => self.edit(NODE, |node| {
                 node["spec"].as_object_mut().unwrap().remove("unschedulable");
+            }),
+            Turn::CordonedAnew => self.edit(NODE, |node| {
+                if node["spec"]["unschedulable"] == json!(true) {
+                    node["metadata"]["managedFields"] = wrote_cordon("kubectl-cordon");
+                }
             }),
             Turn::NodeChanged => self.edit(NODE, |node| node["metadata"]["labels"]["x"] = json!("y")),
             Turn::PodChanged => self.edit(&first_pod, |pod| pod["metadata"]["labels"]["x"] = json!("y")),
@@ -375,9 +404,8 @@ impl Cluster {
             None => {}
         }
         if self.proposed["action"] == "Freeze" {
-            let tainted = self.objects[NODE]["spec"]["taints"] != foreign_taints();
             // The device is full until the taint has held for a round, or nobody may ask for it.
-            self.was_tainted |= tainted || self.stopped;
+            self.was_tainted |= self.is_tainted() || self.stopped;
             if self.was_tainted {
                 self.edit(REPORT, |report| report["status"]["devices"][0]["freeze"] = Value::Null);
             }
@@ -441,7 +469,17 @@ impl Cluster {
         };
         let found = self.objects.get(path).cloned();
         match (method.as_str(), found) {
-            ("GET", _) if path.starts_with("/apis/resource.k8s.io") => failed(StatusCode::NOT_FOUND),
+            ("GET", _) if path.starts_with("/apis/resource.k8s.io") => {
+                self.of_dra(path).map_or_else(|| failed(StatusCode::NOT_FOUND), |list| (StatusCode::OK, list))
+            }
+            ("DELETE", Some(rule)) if path.starts_with(RULES) => {
+                self.objects.remove(path);
+                (StatusCode::OK, rule)
+            }
+            ("PATCH", None) if path.starts_with(RULES) => {
+                self.late += usize::from(self.forbidden.is_some_and(|turn| turn != Turn::IncidentDeleted));
+                (StatusCode::CREATED, self.put(path, body.clone()))
+            }
             ("GET", _) if path.ends_with("kube-node-lease/leases") => {
                 let lease = |node: &str| json!({"metadata": {"name": node}, "spec": {"renewTime": now()}});
                 (
@@ -494,6 +532,7 @@ impl Cluster {
                 }
                 let taints = body["spec"]["taints"].as_array();
                 let ours = taints.is_some_and(|t| t.iter().any(|t| t["key"] == names::PRESSURE_TAINT));
+                assert!(!(ours && self.dra), "the node is tainted beside its device");
                 if path == NODE && (body["spec"]["unschedulable"] == json!(true) || ours) {
                     self.late += usize::from(
                         self.forbidden.is_some_and(|turn| !ours || turn != Turn::IncidentDeleted),
@@ -504,10 +543,40 @@ impl Cluster {
                 } else {
                     merge(&mut object, body);
                 }
+                if path == NODE && body["spec"].get("unschedulable").is_some() {
+                    object["metadata"]["managedFields"] = wrote_cordon(manager::OPERATOR_CORDON);
+                }
                 (StatusCode::OK, self.put(path, object))
             }
             _ => failed(StatusCode::NOT_FOUND),
         }
+    }
+
+    /// What is known of devices that are published, where any are.
+    fn of_dra(&self, path: &str) -> Option<Value> {
+        let list = |kind: &str, version: &str, items: Vec<Value>| json!({"kind": kind, "apiVersion": format!("resource.k8s.io/{version}"), "metadata": {}, "items": items});
+        let kinds = |version: &str, name: &str, kind: &str| {
+            json!({"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": format!("resource.k8s.io/{version}"),
+                "resources": [{"name": name, "singularName": "", "namespaced": false, "kind": kind,
+                    "verbs": ["list", "patch", "delete"]}]})
+        };
+        let served = match path {
+            "/apis/resource.k8s.io/v1" => kinds("v1", "resourceslices", "ResourceSlice"),
+            "/apis/resource.k8s.io/v1beta2" => kinds("v1beta2", "devicetaintrules", "DeviceTaintRule"),
+            SLICES => {
+                let slice = json!({"metadata": {"name": "n1-gpus"}, "spec": {
+                    "driver": "gpu.nvidia.com", "nodeName": "n1",
+                    "pool": {"name": "n1", "generation": 1, "resourceSliceCount": 1},
+                    "devices": [{"name": "gpu-0", "attributes": {"uuid": {"string": "GPU-n1"}}}]}});
+                list("ResourceSliceList", "v1", vec![slice])
+            }
+            RULES => {
+                let rules = self.objects.iter().filter(|(path, _)| path.starts_with(RULES));
+                list("DeviceTaintRuleList", "v1beta2", rules.map(|(_, rule)| rule.clone()).collect())
+            }
+            _ => return None,
+        };
+        Some(served).filter(|_| self.dra)
     }
 
     fn evict(&mut self, path: &str, dry: bool, body: &Value) -> Result<String, StatusCode> {
@@ -536,10 +605,17 @@ impl Cluster {
         self.put(path, pod);
         self.evictions.push(name.clone());
         self.late += usize::from(self.forbidden.is_some());
-        let cordoned = self.objects[NODE]["spec"]["unschedulable"] == json!(true);
+        let cordoned =
+            self.objects[NODE]["spec"]["unschedulable"] == json!(true) && !self.is_cordoned_by_hand();
         self.unguarded += usize::from(self.proposed["action"] == "Drain" && !cordoned);
         Ok(name)
     }
+}
+
+/// What the API server says of who set a node's cordon.
+fn wrote_cordon(manager: &str) -> Value {
+    json!([{"manager": manager, "operation": "Update", "fieldsType": "FieldsV1",
+        "fieldsV1": {"f:spec": {"f:unschedulable": {}}}}])
 }
 
 /// RFC 7396.

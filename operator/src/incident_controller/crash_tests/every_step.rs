@@ -12,13 +12,10 @@ pub(super) async fn at_every_call(cluster: &Cluster, fault: Fault, check: impl F
     let mut call = 0;
     loop {
         call += 1;
-        let mut cluster = cluster.clone();
-        // What was seen long ago is not acted on.
-        cluster.edit(INCIDENT, |incident| incident["spec"]["evidence"]["at"] = now());
-        cluster.fault = Some((call, fault));
+        let cluster = cluster.with(|cluster| cluster.fault = Some((call, fault)));
         let story = format!(
-            "{} {:?} {:?}, {fault:?} at call {call}, news at once: {}",
-            cluster.proposed, cluster.agent, cluster.turn, cluster.news_at_once
+            "{} {:?} {:?}, {fault:?} at call {call}, news at once: {}, DRA: {}",
+            cluster.proposed, cluster.agent, cluster.turn, cluster.news_at_once, cluster.dra
         );
         let (mut end, struck) = play(cluster).await;
         end.fault = None;
@@ -54,12 +51,12 @@ fn assert_outcome(cluster: &Cluster, story: &str) {
 
 #[tokio::test]
 async fn every_act_is_done_once_whatever_goes_wrong_at_whichever_call() {
-    for proposed in proposals() {
+    for story in stories() {
         for news_at_once in [true, false] {
-            let cluster = Cluster::with(&proposed, |cluster| cluster.news_at_once = news_at_once);
+            let cluster = story.with(|cluster| cluster.news_at_once = news_at_once);
             for fault in Fault::ALL {
                 let calls = at_every_call(&cluster, fault, assert_outcome).await;
-                assert!(calls >= 1, "{proposed} makes no call");
+                assert!(calls >= 1, "{} makes no call", story.proposed);
             }
         }
     }
@@ -67,9 +64,9 @@ async fn every_act_is_done_once_whatever_goes_wrong_at_whichever_call() {
 
 #[tokio::test]
 async fn whatever_the_agent_makes_of_an_act_it_is_said_once_whenever_the_operator_dies() {
-    for proposed in proposals() {
+    for story in stories() {
         for agent in [Agent::Refuses, Agent::Fails, Agent::TakesBack] {
-            let cluster = Cluster::with(&proposed, |cluster| cluster.agent = agent);
+            let cluster = story.with(|cluster| cluster.agent = agent);
             at_every_call(&cluster, Fault::DiesAfter, |_, _| {}).await;
         }
     }
@@ -80,13 +77,13 @@ async fn whatever_the_agent_makes_of_an_act_it_is_said_once_whenever_the_operato
 #[tokio::test]
 async fn whatever_somebody_does_after_whichever_write_nothing_is_left_behind() {
     let mut followed = BTreeSet::new();
-    for proposed in proposals() {
+    for base in stories() {
         for turn in Turn::ALL {
             for (news_at_once, waits_first) in [(true, false), (false, false), (true, true)] {
                 let mut write = 0;
                 loop {
                     write += 1;
-                    let cluster = Cluster::with(&proposed, |cluster| {
+                    let cluster = base.with(|cluster| {
                         cluster.turn = Some((write, turn));
                         cluster.news_at_once = news_at_once;
                         if waits_first {
@@ -94,7 +91,8 @@ async fn whatever_somebody_does_after_whichever_write_nothing_is_left_behind() {
                         }
                     });
                     let story = format!(
-                        "{proposed}, {turn:?} after write {write}, news at once: {news_at_once}, waits first: {waits_first}"
+                        "{}, {turn:?} after write {write}, news at once: {news_at_once}, waits first: {waits_first}, DRA: {}",
+                        base.proposed, base.dra
                     );
                     let (mut end, _) = play(cluster).await;
                     assert_sound(&end, &story);
@@ -123,9 +121,17 @@ async fn whatever_somebody_does_after_whichever_write_nothing_is_left_behind() {
 #[tokio::test]
 async fn whatever_somebody_does_in_the_middle_of_an_act_and_whenever_the_operator_dies_then() {
     for proposed in [json!({"action": "Restart"}), json!({"action": "Park"}), json!({"action": "Drain"})] {
-        for turn in [Turn::PolicyDeleted, Turn::Paused, Turn::IncidentDeleted, Turn::Uncordoned] {
+        let turns = [
+            Turn::PolicyDeleted,
+            Turn::Paused,
+            Turn::IncidentDeleted,
+            Turn::IncidentEmptied,
+            Turn::Uncordoned,
+            Turn::CordonedAnew,
+        ];
+        for turn in turns {
             for write in 1..=4 {
-                let cluster = Cluster::with(&proposed, |cluster| cluster.turn = Some((write, turn)));
+                let cluster = Cluster::new(&proposed).with(|cluster| cluster.turn = Some((write, turn)));
                 at_every_call(&cluster, Fault::DiesAfter, |_, _| {}).await;
             }
         }

@@ -20,7 +20,8 @@ use crate::{
     context::{Context, Ends, Known, Writers},
     error::Error,
     incident_controller::reconcile,
-    node_controller, policy_controller,
+    node_controller::{self, device_taint},
+    policy_controller,
 };
 
 /// Most rounds of a story.
@@ -50,6 +51,8 @@ struct Inner {
     writers: Mutex<Writers>,
     /// The versions of what was heard last, by the paths that a store has.
     heard: Mutex<HashMap<&'static str, Vec<(String, Value)>>>,
+    /// Whether single devices can be tainted.
+    dra: bool,
     learnt: watch::Sender<Arc<Known>>,
     _leads: watch::Sender<bool>,
 }
@@ -57,6 +60,7 @@ struct Inner {
 impl Operator {
     pub(super) fn new(cluster: &Arc<Mutex<Cluster>>, line: &Arc<Line>) -> Self {
         let own: Arc<OnceLock<Weak<Inner>>> = Arc::default();
+        let dra = lock(cluster).dra;
         let (cluster, line, known_as) = (Arc::clone(cluster), Arc::clone(line), Arc::clone(&own));
         let service = tower::service_fn(move |request: Request<Body>| {
             let (cluster, line, known_as) = (Arc::clone(&cluster), Arc::clone(&line), Arc::clone(&known_as));
@@ -69,7 +73,7 @@ impl Operator {
         let (ctx, Ends { writers, leads, learnt, .. }) = Context::new(client, "hw".into()).unwrap();
         leads.send_replace(true);
         let heard = Mutex::default();
-        let inner = Arc::new(Inner { ctx, writers: Mutex::new(writers), heard, learnt, _leads: leads });
+        let inner = Arc::new(Inner { ctx, writers: Mutex::new(writers), heard, dra, learnt, _leads: leads });
         assert!(own.set(Arc::downgrade(&inner)).is_ok());
         Self(inner)
     }
@@ -79,7 +83,7 @@ impl Operator {
         self.0.hear(&lock(cluster));
     }
 
-    /// Looks at the incident and at the node once.
+    /// Looks at the incident and at the node once, and at what else is looked at from time to time.
     pub(super) async fn work(&self) {
         let ctx = &self.0.ctx;
         // Whatever was refused was so some time before.
@@ -90,6 +94,9 @@ impl Operator {
         ctx.refusals.forget(&key);
         Box::pin(reconcile(ctx, &key)).await.map_or_else(|e| is_no_surprise(&e), drop);
         Box::pin(node_controller::reconcile(ctx, "n1")).await.map_or_else(|e| is_no_surprise(&e), drop);
+        if self.0.dra {
+            device_taint::list_again(ctx).await.unwrap_or_else(|e| is_no_surprise(&e));
+        }
     }
 
     /// What the operator itself works with.
@@ -215,23 +222,23 @@ pub(super) async fn play(cluster: Cluster) -> (Cluster, bool) {
     let mut operator = Operator::new(&cluster, &line);
     for _ in 0..ROUNDS {
         operator.hear(&cluster);
-        let died = {
+        let next = {
             let mut work = std::pin::pin!(operator.work());
             tokio::select! {
-                () = &mut work => false,
+                () = &mut work => None,
                 () = line.struck.notified() => {
+                    let next = Operator::new(&cluster, &line);
                     if stalls {
-                        play_on(&Operator::new(&cluster, &line), &cluster).await;
+                        play_on(&next, &cluster).await;
                         line.resume.notify_one();
+                        // Then it hears that it leads no more.
                         work.await;
                     }
-                    !stalls
+                    Some(next)
                 }
             }
         };
-        if died {
-            operator = Operator::new(&cluster, &line);
-        }
+        operator = next.unwrap_or(operator);
         if lock(&cluster).is_over() {
             break;
         }
