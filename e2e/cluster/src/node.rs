@@ -39,6 +39,9 @@ pub const OWN_PATHS: &[&str] = &[
     "/var/log/pods",
 ];
 
+/// Where the kubelet finds its static pods.
+pub const STATIC_PODS: &str = "/var/lib/kubelet/manifests";
+
 /// Where the simulated driver libraries lie on a node.
 pub const DRIVER_LIBRARIES: &str = "/opt/gpusim/lib";
 
@@ -58,6 +61,7 @@ pub fn prepare(paths: &Paths, node: Node, spec: &Spec) -> Result<()> {
     for path in OWN_PATHS {
         fs::create_dir_all(paths.on_node(&name, path))?;
     }
+    fs::create_dir_all(paths.on_node(&name, STATIC_PODS))?;
     fs::create_dir_all(ready_file(paths, &name).parent().context("has a folder")?)?;
     write(&paths.on_node(&name, "/etc/cni/net.d/10-bridge.conflist"), cni(node))?;
     write(&configuration(paths, node, "containerd.toml"), CONTAINERD)?;
@@ -238,6 +242,7 @@ containerRuntimeEndpoint: unix:///run/containerd/containerd.sock
 # No DNS server runs here; an address all the same, since the kubelet complains of every pod without.
 clusterDNS: [10.96.0.10]
 resolvConf: ""
+staticPodPath: {STATIC_PODS}
 evictionHard: {{memory.available: "100Mi", nodefs.available: "1%", imagefs.available: "1%", nodefs.inodesFree: "1%"}}
 imageGCHighThresholdPercent: 100
 imageGCLowThresholdPercent: 99

@@ -1,8 +1,12 @@
 //! Incidents that end without an act, and why.
 
+use std::time::Duration;
+
 use anyhow::{Context as _, Result, ensure};
 use highwater_crds::DecisionState;
-use highwater_scenarios::{ModelServer, deployment, enforce, scenario};
+use highwater_e2e::{never, node::STATIC_PODS};
+use highwater_scenarios::{GI, ModelServer, NODE, deployment, enforce, scenario};
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use kube::{ResourceExt as _, api::DeleteParams};
 use serde_json::{Value, json};
@@ -39,6 +43,38 @@ fn a_bare_pod_is_never_evicted() -> Result<()> {
         let pod = s.running("bare").await?;
         s.incident(&pod, DecisionState::Suppressed, "NoOwner").await?;
         s.untouched(&pod).await
+    })
+}
+
+#[test]
+fn a_static_pod_over_its_quota_is_never_evicted_and_it_is_said_why() -> Result<()> {
+    scenario("static-pod", async |s| {
+        s.program("static-pod", enforce(&s.namespace, "16Gi")).await?;
+        let start = Timestamp::now();
+        let mut pod = ModelServer::new("static", OVER).bare_pod();
+        pod["metadata"]["namespace"] = json!(s.namespace);
+        let manifest = s.cluster.node_path(NODE, &format!("{STATIC_PODS}/{}.json", s.namespace));
+        std::fs::write(&manifest, pod.to_string())?;
+        let result = async {
+            let mirror = s.running("static").await?;
+            let incident = s.incident(&mirror, DecisionState::Suppressed, "MirrorPod").await?;
+            let decision = incident.status.and_then(|status| status.decision).context("a decision")?;
+            ensure!(decision.message.contains("static pod"), "{}", decision.message);
+            ensure!(incident.spec.evidence.used_bytes > Some(16 * GI), "{:?}", incident.spec.evidence);
+            ensure!(s.tokens_of(&mirror).await? == 0, "a token for what is never done");
+            never("an eviction of a static pod", Duration::from_secs(3), async || {
+                let tries = s.writes_since(start)?.into_iter();
+                tries
+                    .filter(|w| w.resource == "pods/eviction" && w.namespace == s.namespace)
+                    .next_back()
+                    .context("none")
+            })
+            .await?;
+            s.untouched(&mirror).await
+        }
+        .await;
+        std::fs::remove_file(&manifest)?;
+        result
     })
 }
 
@@ -125,11 +161,9 @@ fn a_pod_that_is_gone_or_replaced_before_the_act_cancels_it() -> Result<()> {
                 && ["PodGone", "PodReplaced"].contains(&cancelled.1.as_str()),
             "{cancelled:?}"
         );
-        highwater_e2e::never(
-            "an act on the pod that came after",
-            std::time::Duration::from_secs(2),
-            async || s.untouched(&second).await.err().context("untouched"),
-        )
+        never("an act on the pod that came after", Duration::from_secs(2), async || {
+            s.untouched(&second).await.err().context("untouched")
+        })
         .await
     })
 }
@@ -139,11 +173,9 @@ fn a_namespace_that_is_not_selected_is_never_acted_on() -> Result<()> {
     scenario("not-selected", async |s| {
         s.program("not-selected", enforce("default", "16Gi")).await?;
         let pod = s.start("over", OVER).await?;
-        highwater_e2e::never(
-            "an incident about a pod that no policy selects",
-            std::time::Duration::from_secs(4),
-            async || s.incidents().await?.first().map(kube::ResourceExt::name_any).context("none"),
-        )
+        never("an incident about a pod that no policy selects", Duration::from_secs(4), async || {
+            s.incidents().await?.first().map(kube::ResourceExt::name_any).context("none")
+        })
         .await?;
         s.untouched(&pod).await
     })
