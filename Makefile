@@ -12,7 +12,7 @@ CLUSTER := cargo run --quiet --package highwater-e2e --bin cluster --
 UP ?=
 ARGS ?=
 
-.PHONY: help demo test e2e fleet up down images install uninstall status kubectl check generate \
+.PHONY: help demo test e2e kills fleet up down images install uninstall status kubectl check generate \
 	sanitize bench-agent bench-decide bench-guard bench-leaks bench-plan bench-pool bench-reaction bench-simulate fuzz
 
 help: ## Show the targets; those of a cluster are about HIGHWATER_E2E_CLUSTER (0 to 7)
@@ -48,6 +48,10 @@ kubectl: ## kubectl on the test cluster: make kubectl ARGS='get gmp,gmn'
 e2e: up install ## The scenarios alone, on the cluster that is up
 	cargo test --package highwater-e2e --test '*' -- --ignored --test-threads=1
 	cargo test --package highwater-scenarios --test '*' -- --test-threads=1 $(ARGS)
+
+kills: up install ## The operator killed after every write of a restart and of a drain: make kills UP='--nodes 2'
+	HIGHWATER_E2E_KILLS=all cargo test --package highwater-scenarios --test scenarios -- --test-threads=1 --nocapture \
+		kills::whichever_write
 
 fleet: ## Scenarios on a fleet of 1,000 simulated nodes, on the cluster that is up: FLEET_NODES=100 make fleet
 	cargo test --package highwater-scenarios --test scenarios -- --test-threads=1 --ignored fleet::

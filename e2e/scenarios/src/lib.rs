@@ -15,6 +15,7 @@ mod objects;
 mod operator;
 mod report;
 mod scenario;
+mod strike;
 
 pub use acts::acted;
 pub use audit::Write;
@@ -28,6 +29,7 @@ pub use objects::{
     ModelServer, PRESSURE_FILE, broken_by, critical, deployment, enforce, policy, priority_class,
 };
 pub use scenario::{Scenario, scenario};
+pub use strike::Strike;
 
 /// The node on which single-node scenarios run.
 pub const NODE: &str = "n1";

@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use highwater_crds::names;
+use highwater_crds::{GpuMemoryIncident, names};
 use highwater_e2e::eventually;
 use k8s_openapi::api::{
     coordination::v1::Lease,
     core::v1::{ConfigMap, Pod},
 };
 use kube::{Api, ResourceExt as _, api::DeleteParams};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::{SYSTEM, Scenario, TIMEOUT};
 
@@ -18,12 +18,22 @@ impl Scenario {
     /// The tokens in the operator's ledger that were reserved for a pod.
     pub async fn tokens_of(&self, pod: &Pod) -> Result<usize> {
         let uid = pod.uid().unwrap_or_default();
+        Ok(self.tokens().await?.values().filter(|token| token["pod"] == uid.as_str()).count())
+    }
+
+    /// The tokens that were reserved for an incident, whatever for.
+    pub async fn tokens_for(&self, incident: &GpuMemoryIncident) -> Result<usize> {
+        let of_incident = format!("{}/", incident.uid().context("no UID")?);
+        Ok(self.tokens().await?.keys().filter(|key| key.starts_with(&of_incident)).count())
+    }
+
+    async fn tokens(&self) -> Result<Map<String, Value>> {
         let maps: Api<ConfigMap> = Api::namespaced(self.client.clone(), SYSTEM);
-        let Some(map) = maps.get_opt(names::BUDGET_CONFIG_MAP).await? else { return Ok(0) };
+        let Some(map) = maps.get_opt(names::BUDGET_CONFIG_MAP).await? else { return Ok(Map::new()) };
         let ledger = map.data.unwrap_or_default().into_values().next().context("an empty ledger")?;
-        let ledger: Value = serde_json::from_str(&ledger)?;
-        let tokens = ledger["tokens"].as_object().context("no tokens in the ledger")?;
-        Ok(tokens.values().filter(|token| token["pod"] == uid.as_str()).count())
+        let mut ledger: Value = serde_json::from_str(&ledger)?;
+        let tokens = ledger["tokens"].take();
+        serde_json::from_value(tokens).context("no tokens in the ledger")
     }
 
     /// The pod of the replica that leads.
@@ -60,18 +70,29 @@ impl Scenario {
         let leader = self.leader().await?;
         self.kill_operator(&leader).await?;
         eventually("another leader", TIMEOUT, async || {
-            let next = self.leader().await?;
-            ensure!(next != leader, "{next} is still named");
-            let all = self.operator_metrics().await?;
-            let leads = all.iter().any(|(name, samples)| {
-                *name == next && samples.values("highwater_operator_leader", &[]) == [1.0]
-            });
-            ensure!(leads, "{next} does not lead yet");
+            let next = self.leads().await?;
+            ensure!(next != leader, "{next} still leads");
             Ok(())
         })
         .await
         .with_context(|| format!("after {leader} was killed"))?;
-        // Two replicas again, so that the next may die as well.
+        // So that the next may die as well.
+        self.two_operators().await.map(drop)
+    }
+
+    /// The pod of the replica that the lease names and that knows that it leads.
+    async fn leads(&self) -> Result<String> {
+        let next = self.leader().await?;
+        let all = self.operator_metrics().await?;
+        let leads = all.iter().any(|(name, samples)| {
+            *name == next && samples.values("highwater_operator_leader", &[]) == [1.0]
+        });
+        ensure!(leads, "{next} does not lead yet");
+        Ok(next)
+    }
+
+    /// Waits until two replicas are ready and one of them leads; the pod of that one.
+    pub async fn two_operators(&self) -> Result<String> {
         eventually("two replicas", Duration::from_secs(90), async || {
             let operators = self.operators().await?;
             let ready = |pod: &&Pod| {
@@ -82,7 +103,7 @@ impl Scenario {
             };
             let ready = operators.iter().filter(ready).count();
             ensure!(ready >= 2, "{ready} are ready");
-            Ok(())
+            self.leads().await
         })
         .await
     }

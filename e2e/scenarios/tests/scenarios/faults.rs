@@ -5,10 +5,13 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use highwater_crds::{DecisionState, GpuMemoryIncident};
 use highwater_e2e::{eventually, never};
-use highwater_scenarios::{GI, NODE, SYSTEM, Samples, Scenario, TIMEOUT, deployment, enforce, scenario};
+use highwater_scenarios::{
+    GI, ModelServer, NODE, SYSTEM, Samples, Scenario, TIMEOUT, deployment, enforce, scenario,
+};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod};
-use kube::{Api, ResourceExt as _};
+use kube::{Api, ResourceExt as _, api::DeleteParams};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 const HOG: &str = "ignore-sigterm; context; alloc 6Gi; hold 1s; grow 8Gi/s to 30Gi; hold";
@@ -269,6 +272,95 @@ async fn leave_approved(s: &Scenario, incident: &GpuMemoryIncident, pod: &Pod) -
         &patch,
     ];
     s.cluster.kubectl(arguments).await.map(drop)
+}
+
+/// A pod of a StatefulSet that will be over its quota, and whose next of the same name will find no node.
+pub(crate) async fn named(s: &Scenario, name: &str) -> Result<Pod> {
+    let mut set = json!({
+        "apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": name},
+        "spec": {"serviceName": name, "replicas": 1, "selector": {"matchLabels": {"app": name}},
+                 "updateStrategy": {"type": "OnDelete"}, "template": ModelServer::new(name, HOG).template()},
+    });
+    s.apply(&set).await?;
+    let pod = s.running(name).await?;
+    set["spec"]["template"]["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": "nowhere"});
+    s.apply(&set).await?;
+    Ok(pod)
+}
+
+/// Waits until another pod has the name of this one and is Pending.
+pub(crate) async fn pending_namesake(s: &Scenario, old: &Pod) -> Result<Pod> {
+    let name = old.name_any();
+    eventually(&format!("another {name} that is Pending"), TIMEOUT, async || {
+        let pod = s.api::<Pod>().get(&name).await?;
+        let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+        ensure!(pod.uid() != old.uid() && phase == Some("Pending"), "{:?} is {phase:?}", pod.uid());
+        Ok(pod)
+    })
+    .await
+}
+
+/// Fails where more than `most` evictions of that name were granted since then, or the namesake is
+/// touched within a moment; and where more or less than one token was spent on the first.
+async fn hit_at_most(s: &Scenario, most: usize, old: &Pod, namesake: &Pod, start: Timestamp) -> Result<()> {
+    never("an act on the pod that came after", Duration::from_secs(4), async || {
+        s.untouched(namesake).await.err().context("untouched")
+    })
+    .await?;
+    let evictions = s.evictions_of(old, start)?;
+    ensure!(evictions <= most, "{evictions} evictions of {}", old.name_any());
+    let spent = s.tokens_of(old).await?;
+    ensure!(spent == 1, "{spent} tokens for one episode");
+    ensure!(s.tokens_of(namesake).await? == 0, "a token for the pod that came after");
+    Ok(())
+}
+
+#[test]
+fn of_two_operators_that_both_believe_they_lead_the_second_evicts_nobody_again() -> Result<()> {
+    scenario("two-leaders", async |s| {
+        s.program("two-leaders", generous(&s.namespace)).await?;
+        let start = Timestamp::now();
+        let leader = s.two_operators().await?;
+        // Halted once its approval is stored, with the eviction in mind; its lease runs out.
+        let mut strike = s.strike(&leader, 2, Signal::STOP).await?;
+        let acted = async {
+            let pod = named(s, "named").await?;
+            strike.landed().await?;
+            s.incident(&pod, DecisionState::Succeeded, "MemoryReturned").await?;
+            let namesake = pending_namesake(s, &pod).await?;
+            anyhow::Ok((pod, namesake))
+        }
+        .await;
+        strike.goes_on()?;
+        let (pod, namesake) = acted?;
+        ensure!(s.leader().await? != leader, "the one that was halted leads");
+        hit_at_most(s, 1, &pod, &namesake, start).await?;
+        ensure!(incidents_about(s, &pod).await?.len() == 1, "a second incident");
+        s.two_operators().await.map(drop)
+    })
+}
+
+#[test]
+fn an_act_that_is_under_way_misses_the_pending_pod_that_has_the_name_by_now() -> Result<()> {
+    scenario("namesake", async |s| {
+        s.program("namesake", generous(&s.namespace)).await?;
+        let start = Timestamp::now();
+        let leader = s.two_operators().await?;
+        let mut strike = s.strike(&leader, 2, Signal::STOP).await?;
+        let replaced = async {
+            let pod = named(s, "named").await?;
+            strike.landed().await?;
+            s.api::<Pod>().delete(&pod.name_any(), &DeleteParams::default().grace_period(0)).await?;
+            let namesake = pending_namesake(s, &pod).await?;
+            anyhow::Ok((pod, namesake))
+        }
+        .await;
+        strike.goes_on()?;
+        let (pod, namesake) = replaced?;
+        hit_at_most(s, 1, &pod, &namesake, start).await?;
+        s.incident_ended(&pod).await?;
+        s.two_operators().await.map(drop)
+    })
 }
 
 #[test]

@@ -3,17 +3,23 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, ensure};
-use highwater_crds::{ActState, ActionType, DecisionState, names};
+use anyhow::{Context as _, Result, bail, ensure};
+use highwater_crds::{ActState, ActionType, DecisionState, GpuMemoryIncident, names};
 use highwater_e2e::{eventually, never};
 use highwater_scenarios::{
-    GI, ModelServer, NODE, OTHER_NODE, PRESSURE_FILE, Scenario, TIMEOUT, broken_by, critical, restarts,
-    scenario, two_nodes,
+    GI, ModelServer, NODE, OTHER_NODE, PRESSURE_FILE, Scenario, TIMEOUT, broken_by, critical, enforce,
+    restarts, scenario, two_nodes,
 };
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::Pod;
-use kube::ResourceExt as _;
+use k8s_openapi::api::{apps::v1::StatefulSet, core::v1::Pod};
+use kube::{
+    ResourceExt as _,
+    api::{DeleteParams, ListParams},
+};
+use rustix::process::Signal;
 use serde_json::{Value, json};
+
+use crate::faults::{named, pending_namesake};
 
 const PARKED: &str = "highwater_pod_parked_bytes";
 const USED: &str = "highwater_pod_memory_used_bytes";
@@ -246,25 +252,36 @@ fn an_agent_killed_on_the_way_to_a_restart_in_place_does_it_once() -> Result<()>
     })
 }
 
+/// Lets a policy drain the node where a device passes 60 %.
+async fn drains(s: &Scenario) -> Result<()> {
+    two_nodes(s)?;
+    let drain = json!([{"type": "Drain", "drain": {"timeoutMinutes": 2}}]);
+    let mut spec = broken_by(&s.namespace, "75Gi", &critical(60, 50, &drain));
+    spec["nodes"] = json!({"matchLabels": {"kubernetes.io/hostname": NODE}});
+    s.program(&s.namespace, spec).await
+}
+
+/// Pods of these names that are too much for a device of the node together, and may run elsewhere.
+async fn two_to_move(s: &Scenario, names: [&str; 2]) -> Result<Vec<Pod>> {
+    let mut pods = Vec::new();
+    for name in names {
+        let mut server =
+            ModelServer::new(name, "hold 4s; context; alloc 25Gi; serve").anywhere().deployment();
+        server["spec"]["template"]["spec"]["affinity"] = json!({"nodeAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "preference": {
+                "matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": [NODE]}]}}]}});
+        s.apply(&server).await?;
+        pods.push(s.running(name).await?);
+    }
+    Ok(pods)
+}
+
 #[test]
 fn a_leader_killed_in_the_middle_of_a_drain_evicts_nobody_twice_and_leaves_no_cordon() -> Result<()> {
     scenario("killed-drain", async |s| {
-        two_nodes(s)?;
-        let drain = json!([{"type": "Drain", "drain": {"timeoutMinutes": 2}}]);
-        let mut spec = broken_by(&s.namespace, "75Gi", &critical(60, 50, &drain));
-        spec["nodes"] = json!({"matchLabels": {"kubernetes.io/hostname": NODE}});
-        s.program(&s.namespace, spec).await?;
+        drains(s).await?;
         let start = Timestamp::now();
-        let mut pods = Vec::new();
-        for name in ["one", "two"] {
-            let mut server =
-                ModelServer::new(name, "hold 4s; context; alloc 25Gi; serve").anywhere().deployment();
-            server["spec"]["template"]["spec"]["affinity"] = json!({"nodeAffinity": {
-                "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "preference": {
-                    "matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": [NODE]}]}}]}});
-            s.apply(&server).await?;
-            pods.push(s.running(name).await?);
-        }
+        let pods = two_to_move(s, ["one", "two"]).await?;
         s.cordoned(NODE, true).await?;
         s.kill_leader().await?;
         s.incident_for(
@@ -288,5 +305,126 @@ fn a_leader_killed_in_the_middle_of_a_drain_evicts_nobody_twice_and_leaves_no_co
         }
         ensure!(moved >= 1, "nobody went to the other node");
         Ok(())
+    })
+}
+
+/// More writes than any story has.
+const MOST_WRITES: usize = 40;
+
+/// Plays a story with the operator that leads killed right after one of its writes: after each of
+/// these in turn, or, where `HIGHWATER_E2E_KILLS` is `all`, after every one that the story has.
+async fn killed_after_writes(
+    s: &Scenario,
+    few: &[usize],
+    story: impl AsyncFn(usize) -> Result<()>,
+) -> Result<()> {
+    let all = std::env::var("HIGHWATER_E2E_KILLS").is_ok_and(|which| which == "all");
+    let counts: Vec<usize> = if all { (1..MOST_WRITES).collect() } else { few.to_vec() };
+    for count in counts {
+        let leader = s.two_operators().await?;
+        let strike = s.strike(&leader, count, Signal::KILL).await?;
+        let told = story(count).await;
+        let struck = strike.end().await?;
+        let after = struck.as_ref().map(|write| format!("{} {} {}", write.verb, write.resource, write.name));
+        told.with_context(|| format!("killed after write {count}: {after:?}"))?;
+        match after {
+            Some(write) => eprintln!("killed after write {count}: {write}"),
+            None if all && count > 1 => return Ok(()),
+            None => bail!("the story has fewer than {count} writes"),
+        }
+    }
+    ensure!(!all, "the story has no end");
+    Ok(())
+}
+
+/// Waits until the episode that began since then has come to the end that is wanted; its incident, and
+/// fails where there is a second one.
+async fn only_incident(s: &Scenario, action: ActionType, since: Timestamp) -> Result<GpuMemoryIncident> {
+    eventually(&format!("one {action:?} to have succeeded"), 2 * TIMEOUT, async || {
+        let mut incidents = s.incidents_of(&s.namespace).await?;
+        incidents.retain(|i| i.spec.proposed.action == action && i.spec.evidence.at.0 >= since);
+        let (incident, others) = incidents.split_first().context("there is none")?;
+        let decision = incident.status.as_ref().and_then(|status| status.decision.as_ref());
+        let decision = decision.context("it has no decision")?;
+        ensure!(
+            decision.state == DecisionState::Succeeded,
+            "it is {:?}/{}: {}",
+            decision.state,
+            decision.reason,
+            decision.message
+        );
+        ensure!(others.is_empty(), "{} more", others.len());
+        Ok(incident.clone())
+    })
+    .await
+}
+
+/// Waits until the pods of model servers that were taken away are gone.
+async fn gone(s: &Scenario, apps: &[&str]) -> Result<()> {
+    let these = format!("app in ({})", apps.join(","));
+    eventually(&format!("the pods of {apps:?} to be gone"), TIMEOUT, async || {
+        let left = s.api::<Pod>().list_metadata(&ListParams::default().labels(&these)).await?.items.len();
+        ensure!(left == 0, "{left} are there");
+        Ok(())
+    })
+    .await
+}
+
+async fn nothing_is_left_behind(s: &Scenario) -> Result<()> {
+    s.cordoned(NODE, false).await?;
+    s.tainted(NODE, false).await
+}
+
+#[test]
+fn whichever_write_of_a_restart_the_leader_dies_after_it_is_done_once() -> Result<()> {
+    scenario("killed-restarts", async |s| {
+        let mut spec = enforce(&s.namespace, "16Gi");
+        spec["remediation"]["budget"]["rates"] =
+            json!([{"scope": "Policy", "maxActions": 100, "windowMinutes": 60}]);
+        s.program(&s.namespace, spec).await?;
+        killed_after_writes(s, &[2, 3], async |count| {
+            let start = Timestamp::now();
+            // The pod that takes its place has its name, and does not tell the same story again.
+            let app = format!("hog-{count}");
+            let pod = named(s, &app).await?;
+            let incident = only_incident(s, ActionType::Restart, start).await?;
+            let evictions = s.evictions_of(&pod, start)?;
+            ensure!(evictions <= 1, "{evictions} evictions for one episode");
+            ensure!(s.tokens_for(&incident).await? == 1, "the budget is to be counted once");
+            let namesake = pending_namesake(s, &pod).await?;
+            ensure!(s.tokens_of(&namesake).await? == 0, "a token for the pod that came after");
+            s.api::<StatefulSet>().delete(&app, &DeleteParams::background()).await?;
+            gone(s, &[&app]).await?;
+            nothing_is_left_behind(s).await
+        })
+        .await
+    })
+}
+
+#[test]
+fn whichever_write_of_a_drain_the_leader_dies_after_nobody_is_evicted_twice_and_no_cordon_is_left()
+-> Result<()> {
+    scenario("killed-drains", async |s| {
+        drains(s).await?;
+        killed_after_writes(s, &[3], async |count| {
+            let start = Timestamp::now();
+            let (one, two) = (format!("one-{count}"), format!("two-{count}"));
+            let pods = two_to_move(s, [&one, &two]).await?;
+            let incident = only_incident(s, ActionType::Drain, start).await?;
+            nothing_is_left_behind(s).await?;
+            let mut evicted = 0;
+            for pod in &pods {
+                let (count, tokens) = (s.evictions_of(pod, start)?, s.tokens_of(pod).await?);
+                ensure!(count <= 1 && tokens <= 1, "{}: {count} evictions, {tokens} tokens", pod.name_any());
+                evicted += tokens;
+            }
+            ensure!(evicted >= 1, "nobody was evicted");
+            let tokens = s.tokens_for(&incident).await?;
+            ensure!(tokens == 1 + evicted, "{tokens} tokens for a cordon and {evicted} evictions");
+            s.remove(&one).await?;
+            s.remove(&two).await?;
+            gone(s, &[&one, &two]).await
+        })
+        .await
     })
 }
