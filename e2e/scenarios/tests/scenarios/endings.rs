@@ -63,11 +63,8 @@ fn a_static_pod_over_its_quota_is_never_evicted_and_it_is_said_why() -> Result<(
             ensure!(incident.spec.evidence.used_bytes > Some(16 * GI), "{:?}", incident.spec.evidence);
             ensure!(s.tokens_of(&mirror).await? == 0, "a token for what is never done");
             never("an eviction of a static pod", Duration::from_secs(3), async || {
-                let tries = s.writes_since(start)?.into_iter();
-                tries
-                    .filter(|w| w.resource == "pods/eviction" && w.namespace == s.namespace)
-                    .next_back()
-                    .context("none")
+                let mut tries = s.writes_since(start)?.into_iter();
+                tries.rfind(|w| w.resource == "pods/eviction" && w.namespace == s.namespace).context("none")
             })
             .await?;
             s.untouched(&mirror).await
