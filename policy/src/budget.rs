@@ -16,8 +16,12 @@ pub mod leaks;
 
 /// Format of the stored ledger.
 const VERSION: u32 = 1;
-/// Most tokens that are stored, so that the object stays well below 1 MiB. A full ledger refuses.
+/// Most tokens that are stored. A full ledger refuses.
 const CAPACITY: usize = 3000;
+/// Most bytes that it may take: an object is at most 1 MiB.
+const MOST_BYTES: usize = 900 << 10;
+/// What a token takes beside its names, in bytes: braces, fields and times.
+const TOKEN_BYTES: usize = 220;
 /// A token as young as this counts as a pod that is down, whatever the pod's state: the news of
 /// an act takes this long at most to come back as the state of its pods.
 const SETTLING: SignedDuration = SignedDuration::from_secs(10);
@@ -36,11 +40,14 @@ pub const HALT_AT_LEAST: usize = 3;
 pub struct TokenLedger {
     version: u32,
     tokens: BTreeMap<String, Token>,
+    /// Restarts because of leaks, which are remembered for longer than tokens are kept.
+    #[serde(default, skip_serializing_if = "leaks::Remembered::is_empty")]
+    leaks: leaks::Remembered,
 }
 
 impl Default for TokenLedger {
     fn default() -> Self {
-        Self { version: VERSION, tokens: BTreeMap::new() }
+        Self { version: VERSION, tokens: BTreeMap::new(), leaks: leaks::Remembered::default() }
     }
 }
 
@@ -65,9 +72,6 @@ pub struct Token {
     /// When the pod was created.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub born: Option<Timestamp>,
-    /// Slope in bytes an hour of the leak that the act is for. None: it is for no leak.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub leak: Option<i64>,
     /// Until when it is kept at least: the longest window of any policy when it was reserved. A
     /// policy that is away for a while does not shorten the memory of the others' acts.
     #[serde(rename = "keepUntil", default, skip_serializing_if = "Option::is_none")]
@@ -119,6 +123,12 @@ impl Token {
     fn is_kept(&self, now: Timestamp, window: SignedDuration) -> bool {
         now.duration_since(self.at) <= window || self.keep_until.is_some_and(|until| now <= until)
     }
+
+    /// About how many bytes it takes.
+    fn bytes(&self) -> usize {
+        let names = [&self.policy, &self.workload, &self.namespace, &self.node, &self.pod];
+        names.iter().fold(TOKEN_BYTES, |sum, name| sum.saturating_add(name.len()))
+    }
 }
 
 /// Why a stored ledger cannot be used. Nothing is done without it, since that might spend a
@@ -156,6 +166,13 @@ impl TokenLedger {
     fn forget(&mut self, now: Timestamp, longest_window_minutes: i32) {
         let window = window(longest_window_minutes);
         self.tokens.retain(|_, token| token.is_kept(now, window));
+        self.leaks.forget(now);
+    }
+
+    /// About how many bytes it takes as text.
+    fn bytes(&self) -> usize {
+        let tokens = self.tokens.iter().map(|(key, token)| key.len().saturating_add(token.bytes()));
+        tokens.fold(self.leaks.bytes(), usize::saturating_add)
     }
 
     /// Whether there is no token.
@@ -333,16 +350,16 @@ pub struct Request<'a> {
     pub enforced: bool,
     /// The longest window of any policy in minutes; older tokens are forgotten.
     pub longest_window_minutes: i32,
-    /// Horizon of the policy for leaks: see [`leaks`]. None where the act is for no leak.
-    pub leak_horizon: Option<SignedDuration>,
+    /// The leak that the act is for: see [`leaks`]. None where it is for none.
+    pub leak: Option<leaks::Leak>,
 }
 
 /// The answer to a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// The act may go on. `ledger` is to be stored first; None where the token was there already.
+    /// The act may go on. `ledger` is to be stored first; None where there is nothing to store.
     Reserved {
-        /// The ledger with the token.
+        /// The ledger with the token, and with the time of the act where it is for a leak.
         ledger: Option<TokenLedger>,
         /// What each budget said.
         said: Vec<String>,
@@ -357,7 +374,8 @@ pub enum Answer {
 }
 
 /// Reserves a token, if every limit allows it. A token that is there already has paid the rates,
-/// but its act still waits while too many pods of the workload are down.
+/// but its act still waits while too many pods of the workload are down, or while another of them was
+/// restarted because of a leak not long ago.
 pub fn reserve(ledger: &TokenLedger, limits: &Limits, request: &Request<'_>) -> Answer {
     let now = request.token.at;
     let mut said: Vec<Said> = Vec::new();
@@ -371,24 +389,25 @@ pub fn reserve(ledger: &TokenLedger, limits: &Limits, request: &Request<'_>) -> 
         }),
         None => {}
     }
+    said.extend(leaks::rate(ledger, request));
     if ledger.holds(request.key) {
         if said.iter().any(|s| s.refused) {
-            return Answer::Refused { said: texts(&said), retry_at: None };
+            return refused(said);
         }
         said.push(Said { refused: false, until: None, text: "the token was reserved before".to_owned() });
-        return Answer::Reserved { ledger: None, said: texts(&said) };
+        return Answer::Reserved { ledger: leaks::renewed(ledger, request), said: texts(&said) };
     }
     said.extend(limits.rates(ledger, &request.token));
-    said.extend(leaks::rate(ledger, request));
     let mut next = ledger.clone();
     next.forget(now, request.longest_window_minutes);
     said.extend(full(&next));
+    said.extend(next.make_room(request));
     if said.iter().any(|s| s.refused) {
         return refused(said);
     }
     next.version = VERSION;
+    next.remember(request);
     let keep_until = now.checked_add(window(request.longest_window_minutes)).ok();
-    let keep_until = keep_until.max(leaks::kept_until(request));
     next.tokens.insert(request.key.to_owned(), Token { keep_until, ..request.token.clone() });
     Answer::Reserved { ledger: Some(next), said: texts(&said) }
 }
@@ -429,10 +448,10 @@ fn refused(mut said: Vec<Said>) -> Answer {
 }
 
 fn full(ledger: &TokenLedger) -> Option<Said> {
-    (ledger.len() >= CAPACITY).then(|| Said {
+    (ledger.len() >= CAPACITY || ledger.bytes() >= MOST_BYTES).then(|| Said {
         refused: true,
         until: None,
-        text: format!("the ledger is full with {CAPACITY} tokens"),
+        text: format!("the ledger is full with {} tokens", ledger.len()),
     })
 }
 
@@ -540,7 +559,6 @@ mod tests {
             pod: pod.into(),
             act: Some(Act::Restart),
             born: None,
-            leak: None,
             keep_until: None,
         }
     }
@@ -573,7 +591,7 @@ mod tests {
             unavailable: &unavailable,
             enforced: true,
             longest_window_minutes: 60,
-            leak_horizon: None,
+            leak: None,
         };
         reserve(ledger, limits, &request)
     }
@@ -626,7 +644,7 @@ mod tests {
             unavailable: &down,
             enforced: true,
             longest_window_minutes: 60,
-            leak_horizon: None,
+            leak: None,
         };
         assert!(matches!(reserve(&TokenLedger::default(), &limits, &request), Answer::Refused { .. }));
         let own = BTreeSet::from(["b".to_owned()]);
@@ -645,7 +663,7 @@ mod tests {
             unavailable: &down,
             enforced: true,
             longest_window_minutes: 60,
-            leak_horizon: None,
+            leak: None,
         };
         let Answer::Refused { said, retry_at: None } = reserve(&ledger, &limits, &request) else { panic!() };
         assert!(said[0].contains("maxUnavailable 1 (policy p): 2 with this pod: refused"), "{said:?}");
@@ -666,7 +684,7 @@ mod tests {
             unavailable: &none,
             enforced: false,
             longest_window_minutes: 60,
-            leak_horizon: None,
+            leak: None,
         };
         let answer = reserve(&TokenLedger::default(), &unbounded, &rehearsed);
         assert!(matches!(answer, Answer::Reserved { .. }));
@@ -682,7 +700,7 @@ mod tests {
             unavailable: &none,
             enforced: true,
             longest_window_minutes: window,
-            leak_horizon: None,
+            leak: None,
         };
         let day = granted(reserve(&TokenLedger::default(), &limits, &request("a", "a", 0, 24 * 60)));
         let later = granted(reserve(&day, &limits, &request("b", "b", 7300, 60)));
@@ -707,7 +725,18 @@ mod tests {
         assert!(matches!(ask(&ledger, &limits, "a", 60), Answer::Refused { .. }));
         assert!(matches!(ask(&ledger, &limits, "a", 7200), Answer::Refused { .. }));
         assert_eq!(granted(ask(&ledger, &limits, "a", 7201)).len(), 1);
-        assert!(ledger.to_text().unwrap().len() < 1 << 20);
+        let long =
+            |i: usize| Token { node: "n".repeat(253), policy: "p".repeat(253), ..token(&i.to_string(), 0) };
+        ledger.tokens = (0..).map(|i| (format!("k{i}"), long(i))).take(CAPACITY / 2).collect();
+        assert!(
+            matches!(ask(&ledger, &limits, "a", 60), Answer::Refused { .. }),
+            "long names fill it sooner"
+        );
+        ledger.tokens.pop_first();
+        while ledger.bytes() >= MOST_BYTES {
+            ledger.tokens.pop_first();
+        }
+        assert!(granted(ask(&ledger, &limits, "a", 60)).to_text().unwrap().len() < 1 << 20);
     }
 
     #[test]

@@ -10,10 +10,10 @@ use highwater_crds::{
     names::{BUDGET_CONFIG_MAP, manager},
 };
 use highwater_policy::{
-    budget::{self, Act, Answer, Limits, Request, Token, TokenLedger},
+    budget::{self, Act, Answer, Limits, Request, Token, TokenLedger, leaks::Leak},
     remediation::Refusal,
 };
-use jiff::{SignedDuration, Timestamp};
+use jiff::Timestamp;
 use k8s_openapi::{api::core::v1::ConfigMap, apimachinery::pkg::apis::meta::v1::ObjectMeta};
 use kube::{Api, api::PostParams, runtime::reflector::ObjectRef};
 use tokio::sync::Mutex;
@@ -46,8 +46,8 @@ pub(crate) struct Wanted {
     /// UIDs of the workload's pods that are not ready.
     pub(crate) unavailable: BTreeSet<String>,
     pub(crate) enforced: bool,
-    /// Horizon of the policy, where the act is for a leak.
-    pub(crate) leak_horizon: Option<SignedDuration>,
+    /// The leak that the act is for, if it is.
+    pub(crate) leak: Option<Leak>,
 }
 
 impl Wanted {
@@ -59,7 +59,7 @@ impl Wanted {
             unavailable: &self.unavailable,
             enforced: self.enforced,
             longest_window_minutes: longest_window(ctx),
-            leak_horizon: self.leak_horizon,
+            leak: self.leak,
         };
         budget::reserve(ledger, limits, &request)
     }
@@ -84,17 +84,22 @@ pub(crate) struct Standing {
 pub(crate) fn look(ctx: &Context, scene: &Scene) -> Result<Standing, Error> {
     let ledger = ledger(ctx)?;
     let wanted = wanted(ctx, scene);
-    let high_again = Token { at: scene.incident.spec.evidence.at.0, ..wanted.token.clone() };
+    let in_vain = match wanted.leak {
+        Some(leak) => ledger
+            .leaks_on(&wanted.key, &wanted.token, leak)
+            .or_else(|| ledger.in_vain(&wanted.key, &wanted.token)),
+        None => {
+            let high_again = Token { at: scene.incident.spec.evidence.at.0, ..wanted.token.clone() };
+            ledger.in_vain(&wanted.key, &high_again)
+        }
+    };
     Ok(Standing {
         token: ledger.holds(&wanted.key),
         refusal: match wanted.ask(ctx, &scene.limits, &ledger) {
             Answer::Reserved { .. } => None,
             Answer::Refused { said, retry_at } => Some(Refusal { said, retry_at }),
         },
-        in_vain: wanted
-            .leak_horizon
-            .and_then(|horizon| ledger.leaks_on(&wanted.key, &high_again, horizon))
-            .or_else(|| ledger.in_vain(&wanted.key, &high_again)),
+        in_vain,
     })
 }
 
@@ -184,12 +189,11 @@ fn wanted(ctx: &Context, scene: &Scene) -> Wanted {
                 .as_ref()
                 .and_then(|(pod, _)| pod.metadata.creation_timestamp.as_ref())
                 .map(|at| at.0),
-            leak: scene.leak.as_ref().map(|leak| leak.slope),
             keep_until: None,
         },
         unavailable,
         enforced: spec.mode == Mode::Enforce,
-        leak_horizon: scene.leak.as_ref().map(|leak| leak.horizon),
+        leak: scene.leak.as_ref().map(|leak| Leak { horizon: leak.horizon, slope: leak.slope }),
     }
 }
 

@@ -201,7 +201,7 @@ impl Scene {
             },
             unavailable,
             enforced: self.is_enforced(),
-            leak_horizon: None,
+            leak: None,
         }
     }
 
@@ -213,7 +213,7 @@ impl Scene {
             token: Token { workload: format!("Node/{}", self.incident.spec.node), ..self.token() },
             unavailable: BTreeSet::new(),
             enforced: self.is_enforced(),
-            leak_horizon: None,
+            leak: None,
         }
     }
 
@@ -227,7 +227,6 @@ impl Scene {
             pod: String::new(),
             act: Some(Act::Drain),
             born: None,
-            leak: None,
             keep_until: None,
         }
     }
