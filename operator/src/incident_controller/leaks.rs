@@ -4,8 +4,8 @@
 use std::collections::BTreeSet;
 
 use highwater_crds::{
-    ActionType, GpuMemoryIncident, GpuMemoryIncidentSpec, IncidentKind, LeakClass, Leaks, Mode, Observation,
-    ObservationState,
+    ActionType, DecisionState, GpuMemoryIncident, GpuMemoryIncidentSpec, IncidentKind, LeakClass, Leaks,
+    Mode, Observation, ObservationState,
 };
 use highwater_policy::{
     budget::leaks::{horizon, lead},
@@ -23,7 +23,7 @@ use super::{
     workload::{self, Workload},
 };
 use crate::{
-    context::{Context, Key, Known, is_open, key},
+    context::{Context, Key, Known, is_open, key, state},
     watch::{REVISION, readable},
 };
 
@@ -59,7 +59,7 @@ pub(super) fn look(ctx: &Context, scene: &Scene, known: &Known) -> Option<Leak> 
         || (horizon(&Leaks::default()), lead(&Leaks::default())),
         |leaks| (horizon(leaks), lead(leaks)),
     );
-    let asked = rule.is_some_and(|leaks| asks(leaks, spec.proposed.action));
+    let asks = |act| rule.is_some_and(|leaks| leaks.actions.iter().any(|action| action.type_ == act));
     let observation = incident.status.as_ref().and_then(|s| s.observation.as_ref());
     let slope = latest(spec, observation).map_or(0, |found| found.slope_bytes_per_hour.mid);
     let ticket = scene.workload.as_ref().and_then(|workload| {
@@ -70,16 +70,13 @@ pub(super) fn look(ctx: &Context, scene: &Scene, known: &Known) -> Option<Leak> 
         tells: ticket.as_ref().is_some_and(|(ticket, _)| ticket.tells),
         standing: Standing {
             lead,
-            asked,
+            asked: asks(spec.proposed.action),
+            hooks: asks(ActionType::Hook),
             ticket: ticket.map(|(ticket, workload)| ticket.sentence(&workload.to_string())),
         },
         horizon,
         slope,
     })
-}
-
-fn asks(leaks: &Leaks, act: ActionType) -> bool {
-    leaks.actions.iter().any(|a| a.type_ == act)
 }
 
 /// The open incidents about leaks of a workload's pods. The scene's own is as the scene has it.
@@ -92,18 +89,23 @@ fn members(ctx: &Context, scene: &Scene, workload: &Workload) -> Vec<Member> {
             && key(&other.metadata) != scene.key
     });
     let others = others.into_iter().map(|other| ctx.written.newest(&key(&other.metadata), &other));
-    let own = scene.pod.as_ref().and_then(|(pod, _)| member(&scene.incident, pod, &pods));
+    let own = scene.pod.as_ref().and_then(|(pod, _)| member(&scene.incident, pod, workload, &pods));
     let others = others.filter(is_open).filter_map(|other| {
         let subject = other.spec.subject.as_ref()?;
         let pod = ctx.stores.pods.get(&ObjectRef::new(&subject.name).within(&subject.namespace))?;
         let top = workload::top_owner(&ctx.stores, &PodFacts::parse(&pod))?;
-        (top == *workload).then(|| member(&other, &pod, &pods))?
+        (top == *workload).then(|| member(&other, &pod, workload, &pods))?
     });
     others.chain(own).collect()
 }
 
 /// What counts of one incident; `None` where its pod is gone or has recovered.
-fn member(incident: &GpuMemoryIncident, pod: &Pod, pods: &[(String, Timestamp)]) -> Option<Member> {
+fn member(
+    incident: &GpuMemoryIncident,
+    pod: &Pod,
+    workload: &Workload,
+    pods: &[(String, Timestamp)],
+) -> Option<Member> {
     let spec = &incident.spec;
     let subject = spec.subject.as_ref().filter(|s| Some(&s.uid) == pod.metadata.uid.as_ref())?;
     let status = incident.status.as_ref();
@@ -114,7 +116,7 @@ fn member(incident: &GpuMemoryIncident, pod: &Pod, pods: &[(String, Timestamp)])
     };
     let found = latest(spec, observation).filter(|_| !observation.is_some_and(ended))?;
     let born = pod.metadata.creation_timestamp.as_ref()?.0;
-    let revision = revision(pod);
+    let revision = revision(pod, workload);
     Some(Member {
         incident: incident.metadata.uid.clone()?,
         pod: subject.uid.clone(),
@@ -129,16 +131,19 @@ fn member(incident: &GpuMemoryIncident, pod: &Pod, pods: &[(String, Timestamp)])
         replaced: pods.iter().any(|(other, at)| *other != revision && *at > born),
         revision,
         ticketed: has_ticket(status.and_then(|s| s.decision.as_ref())),
+        acting: matches!(state(incident), Some(DecisionState::Approved | DecisionState::Verifying)),
     })
 }
 
 /// What tells pods of a workload apart that were made from different templates: the revision that
-/// their owner wrote on them, else the owner itself, of which a Deployment has one for each.
-pub(super) fn revision(pod: &Pod) -> String {
+/// their owner wrote on them, else their `ReplicaSet`, of which a Deployment has one for each. Other
+/// owners in between say nothing of that: a `JobSet` has many Jobs of one template.
+pub(super) fn revision(pod: &Pod, workload: &Workload) -> String {
     let meta = &pod.metadata;
     let written = meta.labels.as_ref().and_then(|labels| labels.get(REVISION)).cloned();
     let owner = || meta.owner_references.as_ref()?.iter().find(|o| o.controller == Some(true));
-    written.or_else(|| owner().map(|o| o.uid.clone())).unwrap_or_default()
+    let replica_set = || owner().filter(|owner| owner.kind == "ReplicaSet").map(|owner| owner.uid.clone());
+    written.or_else(replica_set).unwrap_or_else(|| workload.uid().to_owned())
 }
 
 /// Looks at the other leaks of a workload when one of them has news: together they may be a ticket.
@@ -183,19 +188,56 @@ pub(crate) fn show_tickets(ctx: &Context) {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use highwater_policy::pod::PodFacts;
+    use k8s_openapi::api::batch::v1::Job;
+    use kube::{core::PartialObjectMeta, runtime::watcher::Event};
+    use serde_json::{Value, json};
 
     use super::*;
+    use crate::context::Stores;
+
+    fn owned(kind: &str, name: &str) -> Value {
+        json!([{"apiVersion": "v1", "kind": kind, "name": name, "uid": format!("{name}-1"), "controller": true}])
+    }
+
+    fn pod(owner: &Value, labels: &Value) -> Pod {
+        serde_json::from_value(json!({"metadata": {"namespace": "team", "labels": labels,
+            "creationTimestamp": "2026-01-01T00:00:00Z", "ownerReferences": owner}}))
+        .unwrap()
+    }
 
     #[test]
-    fn a_revision_is_the_one_written_on_the_pod_else_its_replica_set() {
-        let pod = |labels: serde_json::Value| -> Pod {
-            serde_json::from_value(json!({"metadata": {"labels": labels, "ownerReferences": [
-                {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "r", "uid": "r-1", "controller": true}]}}))
-            .unwrap()
+    fn a_revision_is_the_one_written_on_the_pod_else_its_replica_set_else_the_workload() {
+        let (stores, _writers) = Stores::new();
+        let of = |owner: &Value, labels: &Value| {
+            let pod = pod(owner, labels);
+            let workload = workload::top_owner(&stores, &PodFacts::parse(&pod)).unwrap();
+            revision(&pod, &workload)
         };
-        assert_eq!(revision(&pod(json!({}))), "r-1");
-        assert_eq!(revision(&pod(json!({"controller-revision-hash": "abc"}))), "abc");
-        assert_eq!(revision(&Pod::default()), "");
+        let replica_set = owned("ReplicaSet", "r");
+        assert_eq!(of(&replica_set, &json!({})), "r-1");
+        assert_eq!(of(&replica_set, &json!({"controller-revision-hash": "abc"})), "abc");
+        assert_eq!(of(&owned("JobSet", "s"), &json!({})), "s-1");
+    }
+
+    #[test]
+    fn the_jobs_of_a_job_set_are_of_one_template() {
+        let (stores, mut writers) = Stores::new();
+        for name in ["workers-0", "workers-1", "workers-2"] {
+            let job: PartialObjectMeta<Job> = serde_json::from_value(json!({
+                "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name, "namespace": "team",
+                    "uid": format!("{name}-1"), "ownerReferences": owned("JobSet", "training")}}))
+            .unwrap();
+            writers.jobs.apply_watcher_event(&Event::Apply(job));
+            let mut pod = pod(&owned("Job", name), &json!({}));
+            pod.metadata.name = Some(name.into());
+            writers.pods.apply_watcher_event(&Event::Apply(pod));
+        }
+        let facts = PodFacts::parse(&pod(&owned("Job", "workers-1"), &json!({})));
+        let workload = workload::top_owner(&stores, &facts).unwrap();
+        assert_eq!(workload.to_string(), "JobSet/training");
+        let revisions: Vec<String> =
+            workload::pods(&stores, "team", &workload).into_iter().map(|(revision, _)| revision).collect();
+        assert_eq!(revisions, ["training-1"; 3]);
     }
 }

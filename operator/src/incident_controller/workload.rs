@@ -30,6 +30,11 @@ pub(crate) struct Workload {
 }
 
 impl Workload {
+    /// Its UID.
+    pub(super) fn uid(&self) -> &str {
+        &self.uid
+    }
+
     /// What an Event on it refers to.
     pub(crate) fn reference(&self, namespace: &str) -> ObjectReference {
         ObjectReference {
@@ -112,7 +117,7 @@ pub(crate) fn pods(stores: &Stores, namespace: &str, workload: &Workload) -> Vec
     };
     let pods = stores.pods.state_filter(of_it);
     pods.iter()
-        .filter_map(|pod| Some((leaks::revision(pod), pod.metadata.creation_timestamp.as_ref()?.0)))
+        .filter_map(|pod| Some((leaks::revision(pod, workload), pod.metadata.creation_timestamp.as_ref()?.0)))
         .collect()
 }
 
