@@ -16,8 +16,8 @@ use crate::{Action, ByteSize};
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
-    validation = Rule::new("!has(self.actions) || self.actions.all(a, a.type in ['Signal', 'Hook', 'Unready', 'Restart'])")
-        .message("what a pod leaks comes back from the pod alone: only Signal, Hook, Unready and Restart can help"),
+    validation = Rule::new("!has(self.actions) || self.actions.all(a, a.type in ['Signal', 'Hook', 'Restart'])")
+        .message("what a pod leaks comes back from its engine or with its end: only Signal, Hook and Restart can help, and a pod that is Unready keeps all that it leaked"),
     validation = Rule::new("!has(self.blockMilliseconds) || (self.blockMilliseconds[0] < self.blockMilliseconds[1] && self.blockMilliseconds[1] < self.blockMilliseconds[2] && self.blockMilliseconds[2] < self.blockMilliseconds[3])")
         .message("blockMilliseconds must rise: each scale looks further back than the one before"),
     validation = Rule::new("!has(self.blockMilliseconds) || self.blockMilliseconds.all(b, b % (has(self.bucketMilliseconds) ? self.bucketMilliseconds : 60000) == 0)")
@@ -32,8 +32,8 @@ use crate::{Action, ByteSize};
         .message("actAbovePercent must be at most actAbovePercentWithoutProfile: less is known without a profile")
 )]
 pub struct Leaks {
-    /// What is done once memory may run out within the horizon, cheapest first. Absent: incidents
-    /// only.
+    /// What is done once memory may run out within the horizon, cheapest first: a `Restart` only after
+    /// what was seen since a `Hook` says that it did not help. Absent: incidents only.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 4))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
@@ -258,4 +258,19 @@ pub struct LeakProfile {
     /// Slope of the last life in bytes an hour. Absent: it did not grow.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_slope_bytes_per_hour: Option<i64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::CustomResourceExt as _;
+
+    use crate::{ActionType, GpuMemoryPolicy};
+
+    #[test]
+    fn the_api_server_takes_just_the_acts_that_can_help() {
+        let crd = serde_json::to_string(&GpuMemoryPolicy::crd()).unwrap();
+        let acts = ActionType::AGAINST_LEAKS.map(|act| format!("'{act:?}'")).join(", ");
+        let rules = crd.matches(&format!("a.type in [{acts}])")).count();
+        assert_eq!(rules, 1, "{acts}");
+    }
 }

@@ -800,6 +800,10 @@ impl ActionType {
         Self::Drain,
     ];
 
+    /// Those that can help where a pod leaks. One that is not ready keeps all that it leaked, parked
+    /// memory comes back with the leak in it, and the other acts free nothing that a pod holds.
+    pub const AGAINST_LEAKS: [Self; 3] = [Self::Signal, Self::Hook, Self::Restart];
+
     /// Whether the operator must allow it, within its budgets.
     pub const fn is_budgeted(self) -> bool {
         matches!(self, Self::Unready | Self::Park | Self::Restart | Self::Drain)

@@ -1,6 +1,6 @@
 //! What a policy says of leaks, as settings of the detector.
 
-use highwater_crds::Leaks;
+use highwater_crds::{ActionType, Leaks};
 
 use crate::leak::{SCALES, Settings};
 
@@ -10,6 +10,12 @@ impl Settings {
     /// # Errors
     /// Which field is wrong and what is right; the API server refuses the same beforehand.
     pub fn of(leaks: &Leaks) -> Result<Self, String> {
+        let helps = |act: &ActionType| ActionType::AGAINST_LEAKS.contains(act);
+        if let Some(act) = leaks.actions.iter().map(|action| action.type_).find(|act| !helps(act)) {
+            return Err(format!(
+                "actions has {act:?}: it brings back nothing that leaked; only Signal, Hook and Restart can help"
+            ));
+        }
         let mut settings = Self::default();
         for (name, given, field) in [
             ("sampleMilliseconds", leaks.sample_milliseconds, &mut settings.sample_milliseconds),
@@ -108,6 +114,7 @@ mod tests {
             (json!({"blockMilliseconds": [60_000, 60_000, 120_000, 180_000]}), "blockMilliseconds has 60000"),
             (json!({"horizonMilliseconds": 1000}), "horizonMilliseconds is 1000"),
             (json!({"actAbovePercent": 90}), "actAbovePercent is 90"),
+            (json!({"actions": [{"type": "Restart"}, {"type": "Unready"}]}), "actions has Unready"),
         ] {
             let error = settings(leaks).unwrap_err();
             assert!(error.contains(expected), "{error}");

@@ -10,13 +10,19 @@ use serde_json::{Value, json};
 /// What is wrong, the field of the spec, its value, and a part of the message.
 type Refusal = (&'static str, &'static str, Value, &'static str);
 
-fn refusals_of_leaks() -> [Refusal; 4] {
+fn refusals_of_leaks() -> [Refusal; 5] {
     [
         (
             "a drain for a leak",
             "leaks",
             json!({"actions": [{"type": "Drain"}]}),
-            "only Signal, Hook, Unready and Restart can help",
+            "only Signal, Hook and Restart can help",
+        ),
+        (
+            "a pod that is to be unready for a leak",
+            "leaks",
+            json!({"actions": [{"type": "Unready"}, {"type": "Restart"}]}),
+            "a pod that is Unready keeps all that it leaked",
         ),
         (
             "leaks seen at falling scales",
