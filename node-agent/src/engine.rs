@@ -1723,6 +1723,7 @@ mod tests {
                 leak: None,
                 after_act: None,
                 act: None,
+                hook: None,
             }),
             decision: None,
         });
@@ -1778,6 +1779,7 @@ mod tests {
                 leak: None,
                 after_act: None,
                 act: None,
+                hook: None,
             };
             there.status = Some(GpuMemoryIncidentStatus { observation: Some(observation), decision: None });
             bench.engine.done(done(What::Create(key, there)));
@@ -2303,6 +2305,7 @@ mod tests {
             leak: None,
             after_act: None,
             act: None,
+            hook: None,
         };
         incident.status = Some(GpuMemoryIncidentStatus { observation: Some(observation), decision: None });
         bench.world(WorldChange::Incident(Set::Upsert(incident)));

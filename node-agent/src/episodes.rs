@@ -22,6 +22,7 @@ use highwater_policy::{
     breaker,
     episode::{self, Beginning, Key, Last},
     leak::renewal_due,
+    leak_episode::Hook,
     ledger::{Ledger, Share},
     time::Millis,
 };
@@ -145,6 +146,14 @@ struct Running {
     fell: Option<Millis>,
     /// It was an earlier agent's.
     inherited: bool,
+    /// Of a leak: the incident before it in its episode, which was closed without an act,
+    follows: Option<Name>,
+    /// when this agent first saw that its own was closed,
+    closed: Option<(Name, Millis)>,
+    /// the hook that comes before a restart,
+    hook: Option<Hook>,
+    /// and that what earlier agents told of that is known.
+    resumed: bool,
 }
 
 /// The end of an episode.
@@ -223,7 +232,7 @@ impl Episodes {
             }
             self.overdue(devices, world, moment, &mut wanted);
         }
-        self.ladders.retain(|foot, _| moment.binds && stands(foot, devices, moment.hosts, moment.leaks));
+        self.ladders.retain(|foot, _| moment.binds && stands(foot, devices, moment.hosts));
         let over: Vec<Reason> =
             self.running.keys().filter(|reason| !wanted.contains(reason)).cloned().collect();
         for reason in over {
@@ -509,7 +518,9 @@ impl Episodes {
                 .incidents
                 .values()
                 .filter(|incident| incident.spec.proposed.action == act && running.is_of(incident));
-            if let Beginning::Resumed(incident) = episode::begin(&running.key, same) {
+            if let Beginning::Resumed(incident) = episode::begin(&running.key, same)
+                && running.follows.as_ref() != Some(&name_of(incident))
+            {
                 running.incident = Some(name_of(incident));
                 continue;
             }
@@ -584,7 +595,11 @@ impl Episodes {
             let leak = leak::present(incident, world, moment.leaks).or(told_of_leak).cloned();
             let grown = leak.as_ref().is_some_and(|now| renewal_due(told_of_leak, now, last.age));
             let grown = grown && !ended && !episode::is_closed(incident);
-            let Some(state) = due.or(news).or(grown.then_some(seen)) else { continue };
+            let told_of_hook = observing.written.as_ref().or(stored).and_then(|o| o.hook);
+            let running = self.running.values().find(|running| running.incident.as_ref() == Some(name));
+            let hook = running.map_or(told_of_hook, |running| running.hook.map(|hook| hook.report()));
+            let hooked = hook != told_of_hook && !ended && !episode::is_closed(incident);
+            let Some(state) = due.or(news).or((grown || hooked).then_some(seen)) else { continue };
             if observing.attempt.ready(moment.now) {
                 observing.attempt.start();
                 observing.answering = observing.answered_by(moment.now);
@@ -594,6 +609,7 @@ impl Episodes {
                     at: MicroTime(moment.wall),
                     after_act: observing.acted_before(moment.now).map(MicroTime),
                     leak,
+                    hook,
                     act,
                 };
                 submit(Job::Observe(name.clone(), observation));
@@ -661,6 +677,10 @@ impl Running {
             vacant: None,
             fell: None,
             inherited: false,
+            follows: None,
+            closed: None,
+            hook: None,
+            resumed: false,
         }
     }
 
@@ -987,7 +1007,7 @@ impl<'a> Draft<'a> {
 
 /// Whether there is still something for a ladder to stand at. Its rules are looked up anew at each sample, so
 /// this is about levels.
-fn stands(foot: &Foot, devices: &[(Device, Rules)], hosts: &Hosts, leaks: &Leaks) -> bool {
+fn stands(foot: &Foot, devices: &[(Device, Rules)], hosts: &Hosts) -> bool {
     let Some((_, rules)) = devices.iter().find(|(device, _)| device.uuid == foot.device) else {
         return false;
     };
@@ -1017,12 +1037,8 @@ fn stands(foot: &Foot, devices: &[(Device, Rules)], hosts: &Hosts, leaks: &Leaks
                 hosts.tripped(&tenant.pod.kubelet_uid, foot.mode, &foot.device).is_some()
             })
         }
-        At::Leak => {
-            let tenant = rules.tenants.iter().find(|tenant| Some(&tenant.pod.uid) == foot.pod.as_ref());
-            tenant.is_some_and(|tenant| {
-                leaks.suspected(&tenant.pod.kubelet_uid, foot.mode, &foot.device).is_some()
-            })
-        }
+        // What is done because of a leak is noted with its episode.
+        At::Leak => false,
     }
 }
 

@@ -10,6 +10,7 @@
 #[path = "../src/keeper_protocol/mod.rs"]
 mod keeper_protocol;
 
+#[allow(dead_code, reason = "the other tests of the keeper use the rest")]
 mod node;
 
 use std::{

@@ -242,7 +242,15 @@ mod tests {
     }
 
     fn observed(state: ObservationState, second: i64) -> Observation {
-        Observation { state, bytes: None, at: MicroTime(at(second)), after_act: None, leak: None, act: None }
+        Observation {
+            state,
+            bytes: None,
+            at: MicroTime(at(second)),
+            after_act: None,
+            leak: None,
+            hook: None,
+            act: None,
+        }
     }
 
     fn with(

@@ -11,20 +11,25 @@
 //! | an act is due, restarts did not help | ends, `TicketNeeded` |
 //! | an act is due, an option of the allocator would help | waits, `AllocatorOption`, until memory may run out within what a restart takes |
 //! | an act is due, and the policy asks for none | waits, `LeakFound` |
+//! | an act is due, and a hook comes before it | waits, `AwaitingObservation`, until what is seen after the hook says that it did not help |
+//! | an act is due, and a hook freed memory that is still free | waits, `HookHelped` |
 //! | an act is due | goes the way of every act |
 //!
 //! What waits goes on being watched: an act may become due, or the suspicion may clear. Each wait is
 //! recorded once, with the numbers of that moment; the present ones are in the observation.
 
 use highwater_crds::{
-    ActionType, Decision, DecisionState, GpuMemoryIncidentSpec, IncidentKind, LeakAdvice, LeakClass,
-    LeakFinding, LeakStage, Mode, Observation,
+    ActionType, Decision, DecisionState, GpuMemoryIncidentSpec, HookEffect, IncidentKind, LeakAdvice,
+    LeakClass, LeakFinding, LeakMemory, LeakStage, Mode, Observation,
 };
 use jiff::{SignedDuration, Timestamp};
 
 use crate::{
+    episode::AWAITING_OBSERVATION,
     leak::{Settings, how},
-    remediation::{Asks, Carrier, Step, TICKET_NEEDED, View, agent_gone, carrier, verdict},
+    remediation::{
+        Asks, Carrier, Step, TICKET_NEEDED, View, agent_gone, asked_lately, carrier, is_fresh, verdict,
+    },
 };
 
 /// Reason of an incident that is only a suspicion.
@@ -35,13 +40,17 @@ pub const CACHE_FILLING: &str = "CacheFilling";
 pub const ALLOCATOR_OPTION: &str = "AllocatorOption";
 /// Reason of an incident about a leak for which the policy asks for nothing.
 pub const LEAK_FOUND: &str = "LeakFound";
+/// Reason of an incident whose pod holds less since its engine was asked to free what it caches.
+pub const HOOK_HELPED: &str = "HookHelped";
 /// Reason of an incident that is a part of one ticket on its workload.
 pub const WORKLOAD_TICKET: &str = "WorkloadTicket";
 
 /// So many restarts in a row without effect are enough.
 const RESTARTS_IN_VAIN: i32 = 2;
-/// How soon what is only watched is looked at again without news.
+/// How soon what is only watched is looked at again without news,
 const LOOK_AGAIN: SignedDuration = SignedDuration::from_secs(300);
+/// and how soon while what a hook frees is awaited.
+const LOOK_SOON: SignedDuration = SignedDuration::from_secs(10);
 
 /// What is known of a leak beside what the agent found.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,6 +59,8 @@ pub struct Standing {
     pub lead: SignedDuration,
     /// Whether the policy asks for the act that the incident proposes.
     pub asked: bool,
+    /// Whether it asks for a hook, which then comes before that act.
+    pub hooks: bool,
     /// The ticket on the workload that the incident is a part of, in a sentence.
     pub ticket: Option<String>,
 }
@@ -57,8 +68,13 @@ pub struct Standing {
 impl Default for Standing {
     fn default() -> Self {
         let lead = i64::try_from(Settings::default().lead_milliseconds).unwrap_or(i64::MAX);
-        Self { lead: SignedDuration::from_millis(lead), asked: false, ticket: None }
+        Self { lead: SignedDuration::from_millis(lead), asked: false, hooks: false, ticket: None }
     }
+}
+
+/// What the agent saw last, if that was since the incident was opened.
+fn seen<'a>(spec: &GpuMemoryIncidentSpec, observation: Option<&'a Observation>) -> Option<&'a Observation> {
+    observation.filter(|o| o.at.0 >= spec.evidence.at.0)
 }
 
 /// What the agent found last: by its observation, or, before there is one, by the evidence.
@@ -66,7 +82,7 @@ pub fn latest<'a>(
     spec: &'a GpuMemoryIncidentSpec,
     observation: Option<&'a Observation>,
 ) -> Option<&'a LeakFinding> {
-    match observation.filter(|o| o.at.0 >= spec.evidence.at.0) {
+    match seen(spec, observation) {
         Some(observation) => observation.leak.as_ref(),
         None => spec.evidence.leak.as_ref(),
     }
@@ -79,7 +95,11 @@ pub fn is_due(
     observation: Option<&Observation>,
     decision: Option<&Decision>,
 ) -> bool {
-    let due = |finding: &LeakFinding| finding.stage == LeakStage::Act && !fills(finding);
+    let hook = observation.and_then(|o| o.hook);
+    let helped = |finding: &LeakFinding| {
+        finding.memory == LeakMemory::Device && hook.is_some_and(|hook| hook.effect == HookEffect::Helped)
+    };
+    let due = |finding: &LeakFinding| finding.stage == LeakStage::Act && !fills(finding) && !helped(finding);
     !has_ticket(decision) && latest(spec, observation).is_some_and(due)
 }
 
@@ -135,7 +155,40 @@ pub(crate) fn not_due(view: &View<'_>, now: Timestamp) -> Option<Step> {
         let message = format!("it {says}: policy {policy} asks for no act that the operator decides");
         return Some(watch(view, LEAK_FOUND, message, LOOK_AGAIN));
     }
-    by_an_option(view, finding, standing.lead, now)
+    by_an_option(view, finding, standing.lead, now).or_else(|| by_a_hook(view, finding, standing.hooks, now))
+}
+
+/// Waits with an act until what the agent saw after the hook says that it did not help. Where somebody
+/// has paused acts the agent waits as well, and says nothing new meanwhile.
+fn by_a_hook(view: &View<'_>, finding: &LeakFinding, hooks: bool, now: Timestamp) -> Option<Step> {
+    if finding.memory != LeakMemory::Device || view.spec.mode != Mode::Enforce || view.paused.is_some() {
+        return None;
+    }
+    let effect = match seen(view.spec, view.observation) {
+        Some(seen) => seen.hook?.effect,
+        // Whether it can be asked, the agent says with its first look.
+        None if hooks => HookEffect::Awaited,
+        None => return None,
+    };
+    let says = describe(finding);
+    match effect {
+        HookEffect::InVain => None,
+        HookEffect::Helped => {
+            let message = format!(
+                "it {says}: its engine was asked and freed memory, so nothing more is done before that is in use again"
+            );
+            Some(watch(view, HOOK_HELPED, message, LOOK_AGAIN))
+        }
+        HookEffect::Awaited => {
+            let message = format!("it {says}: its engine is asked first, and what that frees is awaited");
+            if is_fresh(view.spec, view.observation, now)
+                || view.asked.is_some_and(|asked| asked_lately(asked, now))
+            {
+                return Some(watch(view, AWAITING_OBSERVATION, message, LOOK_SOON));
+            }
+            Some(Step::Observe(verdict(DecisionState::Proposed, AWAITING_OBSERVATION, message)))
+        }
+    }
 }
 
 /// Waits with a restart that would only hide what an option of the allocator would end, as long as
@@ -244,6 +297,8 @@ fn span(seconds: i64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use highwater_crds::HookReport;
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
     use proptest::prelude::*;
     use serde_json::{Value, json};
 
@@ -297,6 +352,7 @@ mod tests {
         decision: Option<Decision>,
         standing: Standing,
         in_vain: Option<String>,
+        paused: bool,
         now: i64,
     }
 
@@ -308,6 +364,7 @@ mod tests {
             decision: None,
             standing: Standing { asked: true, ..Standing::default() },
             in_vain: None,
+            paused: false,
             now: 101,
         }
     }
@@ -326,7 +383,7 @@ mod tests {
                 agent_away: None,
                 grace_seconds: None,
                 asks: Asks::Act { owner_kinds: &kinds, namespace_selected: true },
-                paused: None,
+                paused: self.paused.then(|| "node n1".into()),
                 rival: None,
                 halted: None,
                 refusal: None,
@@ -397,8 +454,9 @@ mod tests {
         assert_eq!(fell.outcome(), "Proposed/LeakSuspected", "it is taken back");
         let silent = Case { observation: Some(observation("Over", 100, &Value::Null)), ..case(json!({})) };
         assert_eq!(silent.outcome(), "Proposed/LeakSuspected", "missing is not due");
-        let unready = Case { spec: spec("Enforce", "Unready"), ..case(json!({})) };
-        assert_eq!(unready.outcome(), "Allow");
+        let mut in_place = case(json!({}));
+        in_place.spec.proposed.in_place = true;
+        assert_eq!(in_place.outcome(), "Allow");
     }
 
     #[test]
@@ -433,6 +491,58 @@ mod tests {
         assert_eq!(soon.outcome(), "Act", "1200 s less 600 s are within the lead");
         let endless = case(json!({"advice": "AllocatorOption", "exhaustionSeconds": null}));
         assert_eq!(endless.outcome(), "Proposed/AllocatorOption");
+    }
+
+    fn hook(effect: &str) -> Option<HookReport> {
+        Some(serde_json::from_value(json!({"effect": effect, "heldBytes": 1_i64 << 34})).unwrap())
+    }
+
+    #[test]
+    fn a_hook_comes_before_a_restart_and_has_to_be_seen_not_to_help() {
+        let hooked = |effect: &str, change: Value| {
+            let mut case = case(change);
+            case.standing.hooks = true;
+            case.observation.as_mut().unwrap().hook = hook(effect);
+            case
+        };
+        assert_eq!(hooked("Awaited", json!({})).outcome(), "Proposed/AwaitingObservation");
+        assert_eq!(hooked("Helped", json!({})).outcome(), "Proposed/HookHelped");
+        assert_eq!(hooked("InVain", json!({})).outcome(), "Act");
+        let stale = Case { now: 106, ..hooked("Awaited", json!({})) };
+        assert!(matches!(stale.step(), Step::Observe(_)), "what is not said is asked for");
+        let stale = Case { now: 106, ..hooked("InVain", json!({})) };
+        assert!(matches!(stale.step(), Step::Observe(_)));
+        let awaited = |state, reason| {
+            let decision = Some(decision(state, reason));
+            Case { decision, ..hooked("Awaited", json!({})) }
+        };
+        let waits = awaited(DecisionState::Proposed, "AwaitingObservation");
+        assert_eq!(waits.step(), Step::Rest(Some(LOOK_SOON)));
+        let approved = awaited(DecisionState::Approved, "WithinBudget");
+        assert_eq!(approved.outcome(), "Proposed/AwaitingObservation", "it is taken back");
+        for (effect, suspected) in [("Helped", false), ("Awaited", true), ("InVain", true)] {
+            let case = hooked(effect, json!({}));
+            assert_eq!(is_due(&case.spec, case.observation.as_ref(), None), suspected, "{effect}");
+        }
+        assert_eq!(hooked("Helped", json!({"memory": "Host"})).outcome(), "Act", "that is not what grows");
+        assert_eq!(hooked("Awaited", json!({"advice": "Ticket"})).outcome(), "Suppressed/TicketNeeded");
+    }
+
+    #[test]
+    fn before_its_first_look_nobody_knows_whether_a_hook_comes_first() {
+        let mut opened = case(json!({}));
+        opened.spec.evidence.leak = opened.observation.take().and_then(|o| o.leak);
+        opened.spec.evidence.at = MicroTime(at(100));
+        assert_eq!(opened.outcome(), "Act", "the policy asks for no hook");
+        opened.standing.hooks = true;
+        assert_eq!(opened.outcome(), "Proposed/AwaitingObservation");
+        opened.now = 106;
+        assert!(matches!(opened.step(), Step::Observe(_)));
+        opened.observation = Some(observation("Over", 106, &finding(&json!({}))));
+        assert_eq!(opened.outcome(), "Act", "its pod has none");
+        opened.paused = true;
+        opened.observation.as_mut().unwrap().hook = hook("Awaited");
+        assert_eq!(opened.outcome(), "Proposed/Paused");
     }
 
     #[test]
@@ -495,23 +605,30 @@ mod tests {
 
     proptest! {
         /// Whatever is found: nothing is done without an act that is due, asked for and fresh, nor on
-        /// what levels off, nor on what is joined to a ticket.
+        /// what levels off, nor on what is joined to a ticket, nor before a hook was seen not to help.
         #[test]
         fn nothing_is_done_that_is_not_due(
             (found, asked, joined) in finds(), age in 0..20i64, by_agent in any::<bool>(),
+            (hooks, effect) in (any::<bool>(), prop::option::of(prop::sample::select(vec!["Awaited", "Helped", "InVain"]))),
             before in prop::sample::select(vec![None, Some((DecisionState::Approved, "WithinBudget")),
                 Some((DecisionState::Proposed, WORKLOAD_TICKET)), Some((DecisionState::Proposed, LEAK_SUSPECTED))]),
         ) {
+            let mut spec = spec("Enforce", "Restart");
+            spec.proposed.in_place = by_agent;
+            let mut observation = observation("Over", 100, &found);
+            observation.hook = effect.and_then(hook);
             let case = Case {
-                spec: spec("Enforce", if by_agent { "Unready" } else { "Restart" }),
-                observation: Some(observation("Over", 100, &found)),
+                spec,
+                observation: Some(observation),
                 decision: before.map(|(state, reason)| decision(state, reason)),
-                standing: Standing { asked, ticket: joined.then(|| "3 pods".into()), ..Standing::default() },
+                standing: Standing { asked, hooks, ticket: joined.then(|| "3 pods".into()), ..Standing::default() },
                 in_vain: None,
+                paused: false,
                 now: 100 + age,
             };
             if matches!(case.step(), Step::Act | Step::Allow) {
                 prop_assert!(asked && !joined && age <= 5);
+                prop_assert!(effect.is_none_or(|effect| effect == "InVain"));
                 prop_assert_eq!(&found["stage"], "Act");
                 prop_assert_eq!(&found["advice"], "Restart");
                 prop_assert!(found["class"] != "Saturating");

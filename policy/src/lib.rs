@@ -11,6 +11,7 @@ pub mod episode;
 pub mod host_memory;
 pub mod leak;
 pub mod leak_acts;
+pub mod leak_episode;
 pub mod leak_tickets;
 pub mod ledger;
 pub mod node_labels;

@@ -246,6 +246,12 @@ pub struct Observation {
     /// What is known of the leak now. An act is due where its stage says so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leak: Option<LeakFinding>,
+
+    /// How it stands with the hook that comes before a restart because of a leak. Absent: none does,
+    /// or no act was due yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hook: Option<HookReport>,
+
     /// The `actedAt` of the decision that the agent knew of when it measured this. It tells what was
     /// seen after the act, whatever the clocks of the two machines say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -255,6 +261,28 @@ pub struct Observation {
     /// restart in place). Absent: nothing was begun.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub act: Option<ActReport>,
+}
+
+/// The hook that comes before a restart because of a leak.
+#[derive(KubeSchema, Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct HookReport {
+    /// What came of it.
+    pub effect: HookEffect,
+    /// What the pod held on the device when its engine was asked. Absent: it is still to be.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub held_bytes: Option<i64>,
+}
+
+/// What came of a hook.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+pub enum HookEffect {
+    /// The engine is to be asked, or was, and what it frees is awaited: no other act is begun.
+    Awaited,
+    /// The pod holds less than when it was asked.
+    Helped,
+    /// It failed or freed too little, or what it freed is in use again. It is not asked twice.
+    InVain,
 }
 
 /// What became of an act that the agent carries out.

@@ -98,6 +98,11 @@ impl Hooks {
         Ok(call)
     }
 
+    /// Whether an engine is being asked to free memory, whoever wanted that.
+    pub(crate) fn is_asking(&self, pod: &str) -> bool {
+        self.asking.contains_key(pod)
+    }
+
     /// The calls by which engines are woken up: those for whose pod, device and bytes held before `is_calm`.
     pub(crate) fn wake(
         &mut self,

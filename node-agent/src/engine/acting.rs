@@ -18,6 +18,7 @@ use crate::{
     framework::{Scraped, Target},
     guard,
     host::{Reading, Surveyed, Want},
+    ladder::At,
     link,
     publish::{Job, Notice},
     sampler::Sampled,
@@ -57,6 +58,10 @@ impl Engine {
         for local in self.episodes.locals() {
             match local {
                 Local::Hook { foot, pod, device, held, limit, why } => {
+                    if foot.at == At::Leak && self.hooks.is_asking(&pod.kubelet_uid) {
+                        // A breaker has it asked just now: what that frees is what is waited for.
+                        continue;
+                    }
                     match self.hooks.ask(&foot, &self.world.pods, &pod, (&device, held), limit) {
                         Ok(call) => {
                             info!(

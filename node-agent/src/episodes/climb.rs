@@ -435,6 +435,9 @@ impl Episodes {
 
     /// What came of a hook.
     pub(crate) fn hooked(&mut self, foot: &Foot, pod: &str, done: bool) {
+        if foot.at == At::Leak {
+            self.hooked_for_leak(foot, pod, done);
+        }
         if let Some(ladder) = self.ladders.get_mut(foot).filter(|_| !done) {
             ladder.conclude(ActionType::Hook, Some(pod), Outcome::Failed);
         }

@@ -3,15 +3,21 @@
 use std::{sync::Arc, time::Duration};
 
 use highwater_crds::{
-    Action, ActionType, ByteSize, Evidence, GpuMemoryIncident, HookAction, IncidentKind, LeakFinding,
-    LeakMemory, LeakStage, Mode, Observation,
+    Action, ActionType, ByteSize, Evidence, GpuMemoryIncident, HookAction, HookReport, IncidentKind,
+    LeakFinding, LeakMemory, LeakStage, Leaks as Rule, Mode, Observation,
 };
-use highwater_policy::{acts::Outcome, episode, leak::recommendation};
+use highwater_policy::{
+    budget::leaks,
+    episode::{self, Key},
+    leak::recommendation,
+    leak_episode::{self, Hook},
+};
+use jiff::SignedDuration;
 
-use super::{About, Draft, Episodes, Local, Reason, Running, climb::Stand};
+use super::{About, Draft, Episodes, Local, Name, Reason, Running, climb::Stand};
 use crate::{
     decide::Tenant,
-    ladder::{At, Ladder},
+    ladder::{At, Foot},
     leaks::{Leaks, Suspected},
     world::World,
 };
@@ -27,87 +33,123 @@ impl Episodes {
         let action = proposed(&rule.value.actions);
         let about = About::Pod { at: At::Leak, pod: Arc::clone(&tenant.pod.uid), act: action.type_ };
         let reason = Reason { device: Arc::clone(&stand.device.uuid), mode: stand.mode, about };
+        let terminating = tenant.pod.facts.terminating;
         // A pod that is ending already needs no incident to be ended.
-        if tenant.pod.facts.terminating && !self.running.contains_key(&reason) {
+        if terminating && !self.running.contains_key(&reason) {
             return;
         }
         wanted.push(reason.clone());
         let in_place = action.restart.as_ref().is_some_and(|restart| restart.in_place)
             && tenant.pod.facts.restart_in_place;
-        let is_old =
-            |old: &Running| old.incident.is_none() && old.draft.evidence.leak.as_ref() != Some(finding);
-        if self.running.get(&reason).is_none_or(is_old) {
-            let draft = Draft {
-                tenant: Some(tenant),
-                in_place,
-                host: (finding.memory == LeakMemory::Host).then_some(held),
-                leak: Some(finding.clone()),
-                explanation: explain(finding),
-                ..Draft::of(stand, &action)
-            };
-            match self.running.get_mut(&reason) {
-                // It waits for a place: what is known when it is opened is what it says.
-                Some(running) => {
-                    let at = running.draft.evidence.at.clone();
-                    let present = draft.spec(IncidentKind::Leak, &rule.policy, None);
-                    running.draft.evidence = Evidence { at, ..present.evidence };
-                    running.draft.proposed = present.proposed;
-                }
-                None => {
-                    let spec = draft.begin(IncidentKind::Leak, &rule.policy, None);
-                    self.running.insert(reason.clone(), Running::new(spec));
-                }
-            }
+        let draft = || Draft {
+            tenant: Some(tenant),
+            in_place,
+            host: (finding.memory == LeakMemory::Host).then_some(held),
+            leak: Some(finding.clone()),
+            explanation: explain(finding),
+            ..Draft::of(stand, &action)
+        };
+        let new = || Running::new(draft().begin(IncidentKind::Leak, &rule.policy, None));
+        let running = self.running.entry(reason).or_insert_with(new);
+        let horizon = leaks::horizon(&rule.value);
+        if let Some(closed) = running.to_be_proposed_again(stand, horizon).filter(|_| !terminating) {
+            *running = Running { follows: Some(closed), hook: running.hook, ..new() };
         }
-        let incident = self.running.get(&reason).and_then(|running| running.incident.clone());
-        if finding.stage == LeakStage::Act && stand.mode == Mode::Enforce {
-            let hook = rule.value.actions.iter().find(|action| action.type_ == ActionType::Hook);
-            let incident = incident.and_then(|name| stand.world.incidents.get(&name));
-            self.hook_for_leak(stand, tenant, hook, finding, incident);
+        if running.incident.is_none() && running.draft.evidence.leak.as_ref() != Some(finding) {
+            // It waits for a place: what is known when it is opened is what it says.
+            let at = running.draft.evidence.at.clone();
+            let present = draft().spec(IncidentKind::Leak, &rule.policy, None);
+            running.draft.evidence = Evidence { at, ..present.evidence };
+            running.draft.proposed = present.proposed;
+        }
+        if stand.mode == Mode::Enforce
+            && let Some(local) = running.hook_before(stand, tenant, &rule.value, finding)
+        {
+            self.locals.push(local);
         }
     }
 
-    /// Asks the engine in a pod to free what it caches: once an episode.
-    fn hook_for_leak(
+    /// What came of the hook of a pod that leaks.
+    pub(super) fn hooked_for_leak(&mut self, foot: &Foot, pod: &str, done: bool) {
+        let of_it = |reason: &Reason| {
+            reason.device == foot.device
+                && reason.mode == foot.mode
+                && matches!(&reason.about, About::Pod { at: At::Leak, pod: of, .. } if **of == *pod)
+        };
+        for (_, running) in self.running.iter_mut().filter(|(reason, _)| !done && of_it(reason)) {
+            if let Some(hook) = &mut running.hook {
+                hook.fail();
+            }
+        }
+    }
+}
+
+impl Running {
+    /// The incident that was closed and without an act, if it is time to open the next one.
+    fn to_be_proposed_again(&mut self, stand: Stand<'_>, horizon: SignedDuration) -> Option<Name> {
+        let Stand { world, moment, .. } = stand;
+        if !world.synced.all() {
+            return None;
+        }
+        let name = self.incident.clone()?;
+        let incident = world.incidents.get(&name).filter(|incident| episode::is_closed(incident))?;
+        let reported = |incident| moment.carries.report(incident);
+        let theirs = world.incidents.values().filter(|other| Key::of(&other.spec) == self.key);
+        let undone = theirs.filter(|other| leak_episode::is_undone(other, reported(other))).count();
+        let pause = leak_episode::again_after(incident, reported(incident), undone, horizon)?;
+        // When it was closed is told by another machine's clock.
+        let since = match &self.closed {
+            Some((of, since)) if *of == name => *since,
+            _ => self.closed.insert((name.clone(), moment.now)).1,
+        };
+        (moment.now.since(since) >= pause).then_some(name)
+    }
+
+    /// Asks the engine in a pod to free what it caches, once an episode, and looks at what comes of it: no
+    /// other act is begun before.
+    fn hook_before(
         &mut self,
         stand: Stand<'_>,
         tenant: &Tenant,
-        hook: Option<&Action>,
+        rule: &Rule,
         finding: &LeakFinding,
-        incident: Option<&GpuMemoryIncident>,
-    ) {
-        let (Some(hook), Some(incident)) = (hook.filter(|_| tenant.pod.facts.hook.is_some()), incident)
-        else {
-            return;
-        };
-        let facts = &tenant.pod.facts;
+    ) -> Option<Local> {
+        let Stand { world, moment, .. } = stand;
+        if !world.synced.all() {
+            return None;
+        }
+        let (now, facts) = (moment.now, &tenant.pod.facts);
+        if !std::mem::replace(&mut self.resumed, true) && self.hook.is_none() {
+            self.hook = told_of_hook(&self.key, world).map(|told| Hook::resumed(told, now));
+        }
+        let action = rule.actions.iter().find(|action| action.type_ == ActionType::Hook);
         // Of host memory an engine frees nothing that way.
-        let concerned = finding.memory == LeakMemory::Device && !facts.terminating;
-        if !concerned || stand.world.paused(facts, stand.moment.release_namespace) {
-            return;
+        let can_help = action.is_some() && facts.hook.is_some() && finding.memory == LeakMemory::Device;
+        if can_help && finding.stage == LeakStage::Act && self.hook.is_none() {
+            self.hook = Some(Hook::due());
         }
-        let (now, uid) = (stand.moment.now, Some(&*tenant.pod.uid));
-        let foot = stand.foot(At::Leak, Some(tenant));
-        let ladder: &mut Ladder = self.ladders.entry(foot.clone()).or_default();
-        if !std::mem::replace(&mut ladder.resumed, true) && told_to_act(incident) {
-            // An earlier agent had asked already.
-            ladder.resume(ActionType::Hook, uid, Outcome::Pending, now);
+        if !can_help {
+            self.hook = self.hook.filter(|hook| !hook.is_to_be_asked());
         }
-        if ladder.has(ActionType::Hook, uid) {
-            return;
+        let hook = self.hook.as_mut()?;
+        hook.see(tenant.used, rule, now);
+        let known = self.incident.as_ref().is_some_and(|name| world.incidents.contains_key(name));
+        let held = tenant.used.filter(|_| hook.is_to_be_asked() && known && !facts.terminating)?;
+        if finding.stage != LeakStage::Act || world.paused(facts, moment.release_namespace) {
+            return None;
         }
-        ladder.resume(ActionType::Hook, uid, Outcome::Pending, now);
-        let settings = hook.hook.as_ref();
+        hook.ask(held, now);
+        let settings = action.and_then(|action| action.hook.as_ref());
         let limit =
             settings.map_or(HookAction::DEFAULT_TIMEOUT_MILLISECONDS, |hook| hook.timeout_milliseconds);
-        self.locals.push(Local::Hook {
-            foot,
+        Some(Local::Hook {
+            foot: stand.foot(At::Leak, Some(tenant)),
             pod: Arc::clone(&tenant.pod),
             device: Arc::clone(&stand.device.uuid),
-            held: tenant.used.unwrap_or(0),
+            held,
             limit: Duration::from_millis(u64::try_from(limit).unwrap_or(0)),
             why: explain(finding),
-        });
+        })
     }
 }
 
@@ -127,11 +169,14 @@ fn explain(finding: &LeakFinding) -> String {
     format!("{what} by {pace} an hour: {}; {}", finding.reason, recommendation(finding.advice))
 }
 
-/// Whether an observation of it says that an act is due.
-fn told_to_act(incident: &GpuMemoryIncident) -> bool {
-    let observation = incident.status.as_ref().and_then(|status| status.observation.as_ref());
-    let leak = observation.and_then(|observation| observation.leak.as_ref());
-    leak.is_some_and(|leak| leak.stage == LeakStage::Act)
+/// What an earlier agent told of the hook in the present episode.
+fn told_of_hook<'a>(key: &Key, world: &'a World) -> Option<&'a HookReport> {
+    let told = |incident: &'a GpuMemoryIncident| {
+        let report = incident.status.as_ref()?.observation.as_ref()?.hook.as_ref()?;
+        let of_it = Key::of(&incident.spec) == *key && !episode::has_ended(incident);
+        of_it.then_some((incident.spec.episode, report))
+    };
+    world.incidents.values().filter_map(told).max_by_key(|(episode, _)| *episode).map(|(_, report)| report)
 }
 
 /// What is thought of the subject of an incident now.

@@ -109,6 +109,7 @@ impl World {
             at: MicroTime(at(self.now + self.node_off)),
             after_act: self.decision.as_ref().and_then(|d| d.acted_at.clone()),
             leak: None,
+            hook: None,
             act: self.report.map(|state| ActReport { state, message, parked_bytes: None }),
         });
     }

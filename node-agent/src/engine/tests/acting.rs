@@ -310,6 +310,7 @@ fn an_agent_that_starts_goes_on_with_what_was_begun_and_begins_nothing_twice() {
                 bytes: None,
                 at: MicroTime(wall),
                 leak: None,
+                hook: None,
                 after_act: None,
                 act: Some(report),
             }),

@@ -1,6 +1,6 @@
 //! Leaks, from the samples to what is written.
 
-use highwater_crds::{ActionType, Evidence, LeakClass, LeakFinding, LeakMemory, LeakStage};
+use highwater_crds::{ActionType, Evidence, HookEffect, LeakClass, LeakFinding, LeakMemory, LeakStage};
 use highwater_policy::pod::{ContainerFacts, Ended, Hook, HookPreset, MetricsEndpoint};
 
 use super::{testing::MI, *};
@@ -23,7 +23,7 @@ fn watching(mode: &str, actions: Value) -> Value {
 }
 
 fn restart() -> Value {
-    json!([{"type": "Signal"}, {"type": "Hook"}, {"type": "Unready"}, {"type": "Restart"}])
+    json!([{"type": "Signal"}, {"type": "Hook"}, {"type": "Restart"}])
 }
 
 /// What was written of incidents.
@@ -101,6 +101,19 @@ impl Bench {
             line.starts_with("highwater_pod_leak_stage{") && line.contains(&format!("pod=\"{pod}\""))
         };
         text.lines().filter(of).any(|line| !line.ends_with(" 0"))
+    }
+
+    /// The engine of `a` can be asked to free what it caches.
+    fn opt_in_to_hooks(&mut self) {
+        let mut facts = super::pod("a");
+        facts.hook = Some(Hook { preset: HookPreset::SglangFlushCache, port: 8000 });
+        facts.pod_ip = Some(std::net::Ipv4Addr::new(10, 0, 0, 7).into());
+        self.world(WorldChange::Pod(Set::Upsert(facts)));
+    }
+
+    /// How often it was asked since this was asked last.
+    fn times_hooked(&mut self) -> usize {
+        self.orders.take().iter().filter(|order| matches!(order, Order::Hook(_))).count()
     }
 
     fn container(&mut self, id: &str, ended: Option<Ended>) {
@@ -190,16 +203,13 @@ fn a_policy_that_observes_shows_a_leak_and_reports_none() {
 fn what_the_agent_does_by_itself_it_does_once_an_act_is_due() {
     let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
     let volume = bench.volume("a");
-    let mut facts = super::pod("a");
-    facts.hook = Some(Hook { preset: HookPreset::SglangFlushCache, port: 8000 });
-    facts.pod_ip = Some(std::net::Ipv4Addr::new(10, 0, 0, 7).into());
-    bench.world(WorldChange::Pod(Set::Upsert(facts)));
+    bench.opt_in_to_hooks();
     let mut calls = 0;
     let mut raised = None;
     for second in 0..520_u64 {
         let written = bench.run(second..second + 1, leak);
         let acts = written.stages().contains(&LeakStage::Act);
-        calls += bench.orders.take().iter().filter(|order| matches!(order, Order::Hook(_))).count();
+        calls += bench.times_hooked();
         let pressure = std::fs::read(volume.join("pressure")).unwrap_or_else(|_| b"{}".to_vec());
         let pressure: Value = serde_json::from_slice(&pressure).unwrap();
         if raised.is_none() && !acts {
@@ -212,6 +222,112 @@ fn what_the_agent_does_by_itself_it_does_once_an_act_is_due() {
     }
     assert!(raised.is_some());
     assert_eq!(calls, 1, "once an episode");
+}
+
+/// What was told of the hook with each observation since an act was due.
+fn effects(observed: &[Observation]) -> Vec<Option<HookEffect>> {
+    let due = |o: &&Observation| o.leak.as_ref().is_some_and(|leak| leak.stage == LeakStage::Act);
+    let mut effects: Vec<_> = observed.iter().filter(due).map(|o| o.hook.map(|hook| hook.effect)).collect();
+    effects.dedup();
+    effects
+}
+
+#[test]
+fn that_a_hook_comes_first_is_told_as_it_is_raised_and_then_what_came_of_it() {
+    use HookEffect::{Awaited, Helped, InVain};
+    for (frees, expected) in [(0, vec![Awaited, InVain]), (1024, vec![Awaited, Helped, InVain])] {
+        let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
+        bench.opt_in_to_hooks();
+        let (mut observed, mut calls) = (Vec::new(), 0);
+        for second in 0..515_u64 {
+            let freed = if calls > 0 { frees } else { 0 };
+            observed.extend(bench.run(second..second + 1, |at| leak(at) - freed).observed);
+            calls += bench.times_hooked();
+        }
+        assert_eq!(effects(&observed), expected.into_iter().map(Some).collect::<Vec<_>>());
+        assert_eq!(calls, 1, "once an episode");
+    }
+    let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
+    let written = bench.run(0..515, leak);
+    assert_eq!(effects(&written.observed), [None], "its engine cannot be asked");
+}
+
+#[test]
+fn a_hook_that_cannot_be_called_is_in_vain_at_once() {
+    let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
+    let mut facts = super::pod("a");
+    // It has no address.
+    facts.hook = Some(Hook { preset: HookPreset::SglangFlushCache, port: 8000 });
+    bench.world(WorldChange::Pod(Set::Upsert(facts)));
+    let written = bench.run(0..515, leak);
+    assert_eq!(effects(&written.observed).last(), Some(&Some(HookEffect::InVain)));
+    assert_eq!(bench.times_hooked(), 0);
+}
+
+#[test]
+fn an_agent_that_comes_after_the_hook_does_not_ask_again_and_sees_what_came_of_it() {
+    let layers = json!([watching("Enforce", restart())]);
+    let mut bench = Bench::new(&layers);
+    bench.opt_in_to_hooks();
+    let asked = (0..515).find(|at| {
+        bench.run(*at..at + 1, leak);
+        bench.times_hooked() > 0
+    });
+    let asked = asked.unwrap();
+    bench.run(asked + 1..asked + 4, leak);
+    let incident = bench.engine.world.incidents.values().next().unwrap().clone();
+    let told = incident.status.as_ref().unwrap().observation.as_ref().unwrap().hook.unwrap();
+    assert!(told.effect == HookEffect::Awaited && told.held_bytes.is_some());
+    bench.engine.close();
+    let Bench { root, .. } = bench;
+    let mut bench = Bench::unsynced_in(root, &layers);
+    bench.opt_in_to_hooks();
+    bench.world(WorldChange::Incident(reset([incident])));
+    let written = bench.run(asked + 4..asked + 30, leak);
+    assert_eq!(bench.times_hooked(), 0);
+    let last = written.observed.last().and_then(|o| o.hook).unwrap();
+    assert_eq!((last.effect, last.held_bytes), (HookEffect::InVain, told.held_bytes));
+}
+
+#[test]
+fn what_nothing_was_done_about_is_proposed_again_later_each_time() {
+    let mut bench = Bench::new(&json!([watching("Enforce", restart())]));
+    let mut opened = Vec::new();
+    for second in 0..500_u64 {
+        for incident in bench.run(second..second + 1, leak).created {
+            opened.push((second, incident.spec.episode, incident.spec.evidence.used_bytes));
+            bench.decide(&incident, DecisionState::Suppressed, "OwnerKindNotListed");
+        }
+    }
+    assert!(opened.len() >= 4, "{opened:?}");
+    for (pair, wait) in opened.windows(2).zip([30, 60, 120]) {
+        let [before, next] = pair else { panic!() };
+        assert!((wait..wait + 2).contains(&(next.0 - before.0)), "{opened:?}");
+        assert_eq!(next.1, before.1 + 1);
+        assert!(next.2 > before.2, "its evidence is what is known then: {opened:?}");
+    }
+}
+
+#[test]
+fn after_an_act_or_a_rehearsal_nothing_is_proposed_in_the_same_episode() {
+    for (mode, state, reason, acted) in [
+        ("Enforce", DecisionState::Failed, "MemoryNotReturned", true),
+        ("Enforce", DecisionState::Suppressed, "TicketNeeded", false),
+        ("DryRun", DecisionState::Suppressed, "DryRun", false),
+    ] {
+        let mut bench = Bench::new(&json!([watching(mode, restart())]));
+        let suspected = (0..400).find(|at| !bench.run(*at..at + 1, leak).created.is_empty()).unwrap();
+        let incident = bench.engine.world.incidents.values().next().unwrap().clone();
+        bench.decide(&incident, state, reason);
+        if acted {
+            let mut incident = bench.engine.world.incidents.values().next().unwrap().clone();
+            let decision = incident.status.as_mut().and_then(|status| status.decision.as_mut()).unwrap();
+            decision.acted_at = Some(MicroTime(clock().1));
+            bench.world(WorldChange::Incident(Set::Upsert(incident)));
+        }
+        let written = bench.run(suspected + 1..suspected + 200, leak);
+        assert!(written.created.is_empty(), "{reason}");
+    }
 }
 
 #[test]

@@ -132,7 +132,7 @@ mod tests {
         VolumeCapability,
         volume_capability::{BlockVolume, MountVolume},
     };
-    use proptest::prelude::*;
+    use proptest::{prelude::*, strategy::ValueTree as _};
 
     use super::*;
 

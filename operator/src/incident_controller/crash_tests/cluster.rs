@@ -141,6 +141,10 @@ pub(super) struct Cluster {
     report: Value,
     /// How many evictions the disruption budgets let through. None: any number.
     pub(super) disruptions_allowed: Option<usize>,
+    /// Rounds until what is seen after a hook says that it did not help. None: no hook comes first.
+    pub(super) hook: Option<usize>,
+    /// Evictions before that was said.
+    pub(super) early: usize,
     /// Rounds until a pause ends.
     pause: Option<usize>,
     memory_back: bool,
@@ -181,6 +185,8 @@ impl Cluster {
             stopped: false,
             report: Value::Null,
             disruptions_allowed: None,
+            hook: None,
+            early: 0,
             pause: None,
             memory_back: false,
             was_tainted: false,
@@ -436,6 +442,11 @@ impl Cluster {
         if incident["spec"]["kind"] == "Leak" {
             observation["leak"] = super::leaks::finding("Act");
         }
+        if let Some(rounds) = &mut self.hook {
+            let effect = if *rounds > 0 { "Awaited" } else { "InVain" };
+            observation["hook"] = json!({"effect": effect, "heldBytes": 1_i64 << 34});
+            *rounds = rounds.saturating_sub(1);
+        }
         incident["status"]["observation"] = observation;
         self.put(INCIDENT, incident);
     }
@@ -605,6 +616,9 @@ impl Cluster {
         self.put(path, pod);
         self.evictions.push(name.clone());
         self.late += usize::from(self.forbidden.is_some());
+        let incident = self.objects.get(INCIDENT);
+        let in_vain = incident.is_some_and(|i| i["status"]["observation"]["hook"]["effect"] == "InVain");
+        self.early += usize::from(self.hook.is_some() && !in_vain);
         let cordoned =
             self.objects[NODE]["spec"]["unschedulable"] == json!(true) && !self.is_cordoned_by_hand();
         self.unguarded += usize::from(self.proposed["action"] == "Drain" && !cordoned);

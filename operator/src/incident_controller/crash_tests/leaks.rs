@@ -10,7 +10,8 @@ use std::sync::{Arc, Mutex};
 
 use jiff::{SignedDuration, Timestamp};
 
-use super::{every_step::at_every_call, *};
+use super::{cluster::POLICY, every_step::at_every_call, *};
+use crate::incident_controller::dereference::dereference;
 
 /// What an agent finds.
 pub(super) fn finding(stage: &str) -> Value {
@@ -54,6 +55,25 @@ async fn a_leaking_pod_is_restarted_once_whatever_goes_wrong_at_whichever_call()
             assert_eq!(cluster.tokens(), BTreeSet::from(["u/a".to_owned()]), "{story}");
         });
         assert!(calls.await >= 4, "too few calls to be true");
+    }
+}
+
+#[tokio::test]
+async fn a_restart_waits_for_what_is_seen_after_the_hook_whatever_goes_wrong_at_whichever_call() {
+    let mut cluster = Cluster::new(&json!({"action": "Restart"}));
+    suspected(&mut cluster);
+    cluster.edit(POLICY, |policy| {
+        policy["spec"]["leaks"]["actions"] = json!([{"type": "Hook"}, {"type": "Restart"}]);
+    });
+    // It is due already when it is opened, so that its evidence alone says nothing of the hook.
+    cluster.edit(INCIDENT, |incident| incident["spec"]["evidence"]["leak"] = finding("Act"));
+    cluster.hook = Some(3);
+    for fault in Fault::ALL {
+        let calls = at_every_call(&cluster, fault, |cluster, story| {
+            assert_eq!(cluster.decision(), Some(DecisionState::Succeeded), "{story}");
+            assert_eq!((&*cluster.evictions, cluster.early), (&["a".to_owned()][..], 0), "{story}");
+        });
+        assert!(calls.await >= 5, "too few calls to be true");
     }
 }
 
@@ -103,6 +123,27 @@ fn three_alike() -> Cluster {
         cluster.put(&format!("{PODS}{pod}"), object);
     }
     cluster
+}
+
+#[tokio::test]
+async fn one_that_is_being_restarted_leaves_it_to_the_next_to_tell_of_the_ticket() {
+    for (state, teller) in [("Proposed", PATHS[0]), ("Approved", PATHS[1]), ("Verifying", PATHS[1])] {
+        let mut cluster = three_alike();
+        cluster.edit(PATHS[0], |incident| {
+            incident["status"]["decision"] = json!({"state": state, "reason": "X", "since": now()});
+        });
+        let operator = Operator::new(&Arc::new(Mutex::new(cluster.clone())), &Arc::default());
+        operator.hear(&Mutex::new(cluster));
+        let mut telling = Vec::new();
+        for path in PATHS {
+            let key = ("hw".to_owned(), path.rsplit('/').next().unwrap().to_owned());
+            let scene = dereference(operator.context(), &key).await.unwrap().unwrap();
+            if scene.leak.is_some_and(|leak| leak.tells) {
+                telling.push(path);
+            }
+        }
+        assert_eq!(telling, [teller], "{state}");
+    }
 }
 
 impl Operator {
@@ -179,30 +220,48 @@ async fn a_ticket_outlives_its_operator_and_ends_when_its_pods_are_made_from_ano
     assert!(lock(&cluster).evictions.len() <= 1, "its other pod goes its own way");
 }
 
-#[tokio::test]
-async fn a_leak_that_restarts_did_not_slow_is_a_ticket() {
+/// An act is due for a pod that came out of the later of two restarts because of leaks, so many hours
+/// ago, the earlier of which did not help.
+fn restarted_twice(hours: i64) -> Arc<Mutex<Cluster>> {
     let mut cluster = Cluster::new(&json!({"action": "Restart"}));
     suspected(&mut cluster);
     observe(&mut cluster, INCIDENT, "Over", "Act");
-    let before = |hours: i64| format!("{}", Timestamp::now() - SignedDuration::from_hours(hours));
-    let token = |pod: &str, born: i64, at: i64| {
-        json!({"at": before(at), "born": before(born), "policy": "p", "workload": "ReplicaSet/a",
-            "namespace": "team", "node": "n1", "pod": pod, "act": "Restart", "leak": 1_200_000_000})
-    };
-    let ledger = json!({"version": 1, "tokens": {"x/x": token("x", 30, 20), "y/y": token("y", 19, 10)}});
+    let before = |hours: i64| Timestamp::now() - SignedDuration::from_hours(hours);
+    let at = before(hours).as_millisecond();
+    let second = json!({"at": at, "pod": "y", "slope": 1_200_000_000, "until": at + 24 * 3_600_000,
+        "again": before(hours + 10).as_millisecond()});
+    let ledger = json!({"version": 1, "tokens": {}, "leaks": {"team/ReplicaSet/a": [second]}});
     let path = "/api/v1/namespaces/hw/configmaps/highwater-budget";
     cluster.put(
         path,
         json!({"metadata": {"name": "highwater-budget", "namespace": "hw"},
         "data": {"ledger.json": ledger.to_string()}}),
     );
-    let mut pod = cluster.objects[&format!("{PODS}a")].clone();
-    pod["metadata"]["creationTimestamp"] = json!(before(9));
-    cluster.put(&format!("{PODS}a"), pod);
-    let cluster = Arc::new(Mutex::new(cluster));
+    cluster.edit(&format!("{PODS}a"), |pod| {
+        pod["metadata"]["creationTimestamp"] = json!(before(hours - 1).to_string());
+    });
+    // It was suspected an hour later.
+    cluster.edit(INCIDENT, |incident| {
+        incident["spec"]["evidence"]["at"] = json!(format!("{:.6}", before(hours - 2)));
+    });
+    Arc::new(Mutex::new(cluster))
+}
+
+#[tokio::test]
+async fn a_leak_that_restarts_did_not_slow_is_a_ticket() {
+    let cluster = restarted_twice(10);
     let operator = Operator::new(&cluster, &Arc::default());
     operator.hear(&cluster);
     operator.work().await;
     assert_eq!(reason(&lock(&cluster), INCIDENT), TICKET_NEEDED);
     assert!(lock(&cluster).evictions.is_empty());
+}
+
+#[tokio::test]
+async fn a_restart_that_held_for_a_day_was_not_in_vain_however_soon_its_pod_was_suspected() {
+    let cluster = restarted_twice(25);
+    let operator = Operator::new(&cluster, &Arc::default());
+    operator.hear(&cluster);
+    operator.work().await;
+    assert_eq!(lock(&cluster).evictions, ["a"], "{}", reason(&lock(&cluster), INCIDENT));
 }
