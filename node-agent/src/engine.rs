@@ -867,10 +867,10 @@ impl Engine {
         };
         let fault = device.fault;
         let (tenants, enforced) = (&rules.tenants, rules.enforced());
-        let declares = tenants.iter().any(|tenant| tenant.pod.facts.declared.is_some());
+        let is_any_declared = tenants.iter().any(|tenant| tenant.pod.facts.declared.is_some());
         let declared = |uid: &str| {
             // Hardly a pod declares anything, and this is asked for each of them at each sample.
-            if !declares {
+            if !is_any_declared {
                 return 0;
             }
             let tenant = tenants.iter().find(|tenant| *tenant.pod.kubelet_uid == *uid);

@@ -493,8 +493,8 @@ mod tests {
         assert_eq!(endless.outcome(), "Proposed/AllocatorOption");
     }
 
-    fn hook(effect: &str) -> Option<HookReport> {
-        Some(serde_json::from_value(json!({"effect": effect, "heldBytes": 1_i64 << 34})).unwrap())
+    fn hook(effect: &str) -> HookReport {
+        serde_json::from_value(json!({"effect": effect, "heldBytes": 1_i64 << 34})).unwrap()
     }
 
     #[test]
@@ -502,7 +502,7 @@ mod tests {
         let hooked = |effect: &str, change: Value| {
             let mut case = case(change);
             case.standing.hooks = true;
-            case.observation.as_mut().unwrap().hook = hook(effect);
+            case.observation.as_mut().unwrap().hook = Some(hook(effect));
             case
         };
         assert_eq!(hooked("Awaited", json!({})).outcome(), "Proposed/AwaitingObservation");
@@ -541,7 +541,7 @@ mod tests {
         opened.observation = Some(observation("Over", 106, &finding(&json!({}))));
         assert_eq!(opened.outcome(), "Act", "its pod has none");
         opened.paused = true;
-        opened.observation.as_mut().unwrap().hook = hook("Awaited");
+        opened.observation.as_mut().unwrap().hook = Some(hook("Awaited"));
         assert_eq!(opened.outcome(), "Proposed/Paused");
     }
 
@@ -616,7 +616,7 @@ mod tests {
             let mut spec = spec("Enforce", "Restart");
             spec.proposed.in_place = by_agent;
             let mut observation = observation("Over", 100, &found);
-            observation.hook = effect.and_then(hook);
+            observation.hook = effect.map(hook);
             let case = Case {
                 spec,
                 observation: Some(observation),

@@ -52,7 +52,7 @@ impl Episodes {
         let new = || Running::new(draft().begin(IncidentKind::Leak, &rule.policy, None));
         let running = self.running.entry(reason).or_insert_with(new);
         let horizon = leaks::horizon(&rule.value);
-        if let Some(closed) = running.to_be_proposed_again(stand, horizon).filter(|_| !terminating) {
+        if let Some(closed) = running.due_again(stand, horizon).filter(|_| !terminating) {
             *running = Running { follows: Some(closed), hook: running.hook, ..new() };
         }
         if running.incident.is_none() && running.draft.evidence.leak.as_ref() != Some(finding) {
@@ -86,7 +86,7 @@ impl Episodes {
 
 impl Running {
     /// The incident that was closed and without an act, if it is time to open the next one.
-    fn to_be_proposed_again(&mut self, stand: Stand<'_>, horizon: SignedDuration) -> Option<Name> {
+    fn due_again(&mut self, stand: Stand<'_>, horizon: SignedDuration) -> Option<Name> {
         let Stand { world, moment, .. } = stand;
         if !world.synced.all() {
             return None;

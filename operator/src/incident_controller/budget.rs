@@ -84,14 +84,12 @@ pub(crate) struct Standing {
 pub(crate) fn look(ctx: &Context, scene: &Scene) -> Result<Standing, Error> {
     let ledger = ledger(ctx)?;
     let wanted = wanted(ctx, scene);
-    let in_vain = match wanted.leak {
-        Some(leak) => ledger
-            .leaks_on(&wanted.key, &wanted.token, leak)
-            .or_else(|| ledger.in_vain(&wanted.key, &wanted.token)),
-        None => {
-            let high_again = Token { at: scene.incident.spec.evidence.at.0, ..wanted.token.clone() };
-            ledger.in_vain(&wanted.key, &high_again)
-        }
+    let in_vain = if let Some(leak) = wanted.leak {
+        let leaks_on = ledger.leaks_on(&wanted.key, &wanted.token, leak);
+        leaks_on.or_else(|| ledger.in_vain(&wanted.key, &wanted.token))
+    } else {
+        let high_again = Token { at: scene.incident.spec.evidence.at.0, ..wanted.token.clone() };
+        ledger.in_vain(&wanted.key, &high_again)
     };
     Ok(Standing {
         token: ledger.holds(&wanted.key),
