@@ -278,7 +278,7 @@ fn an_agent_that_comes_after_the_hook_does_not_ask_again_and_sees_what_came_of_i
     let incident = bench.engine.world.incidents.values().next().unwrap().clone();
     let told = incident.status.as_ref().unwrap().observation.as_ref().unwrap().hook.unwrap();
     assert!(told.effect == HookEffect::Awaited && told.held_bytes.is_some());
-    bench.engine.close();
+    bench.close();
     let Bench { root, .. } = bench;
     let mut bench = Bench::unsynced_in(root, &layers);
     bench.opt_in_to_hooks();
