@@ -636,8 +636,8 @@ impl Engine {
             Heard::Released { device, result } => {
                 self.pools.released(&device, result, now, &mut self.wards, &mut self.order);
             }
-            Heard::Fetched { pod, usage } => {
-                self.wards.fetched(&pod, usage, self.pools.keeper(), now);
+            Heard::Fetched { pod, kept } => {
+                self.wards.fetched(&pod, kept, self.pools.keeper(), now);
                 self.tend(now);
             }
         }
@@ -711,20 +711,25 @@ impl Engine {
         for ward in self.wards.iter().filter(|ward| ward.pages().is_some() && ward.has_terms()) {
             let pod = &ward.pod;
             for (ordinal, uuid) in ward.devices().iter().enumerate() {
-                let Some((device, _)) = self.devices.iter().find(|(device, _)| device.uuid == *uuid) else {
+                let device =
+                    self.devices.iter().map(|(device, _)| device).find(|device| device.uuid == *uuid);
+                // What was written of a device that is away stands; one that was away from the start has its
+                // place all the same.
+                if device.is_none() && ward.is_written(ordinal) {
                     continue;
-                };
+                }
                 let quota = ward.quota(ordinal).filter(|_| self.binds);
-                let total = device.ledger.total.or(device.info.total).unwrap_or(u64::MAX);
+                let total = device.and_then(|device| device.ledger.total.or(device.info.total));
+                let (total, free) = (total.unwrap_or(u64::MAX), device.and_then(|device| device.ledger.free));
                 let limit = quota.map_or(total, |quota| quota.limit);
                 let charged = ward.charged(ordinal);
                 let numbers = match self.pools.numbers(uuid, &pod.kubelet_uid, charged) {
                     Some(numbers) if quota.is_some() => numbers,
                     // It is given nothing there, unless it asks.
                     None if quota.is_some() && self.pools.has(uuid) => {
-                        page::Numbers { granted: 0, ..page::without_pool(limit, charged, device.ledger.free) }
+                        page::Numbers { granted: 0, ..page::without_pool(limit, charged, free) }
                     }
-                    _ => page::without_pool(limit, charged, device.ledger.free),
+                    _ => page::without_pool(limit, charged, free),
                 };
                 let context = wards::context_or_default(self.wards.context(uuid));
                 let written = DeviceQuota {

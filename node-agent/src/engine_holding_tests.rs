@@ -52,6 +52,8 @@ struct Card {
     ballast: u64,
     /// Bytes of a process without a context.
     hidden: u64,
+    /// What an earlier agent had the keeper keep of each pod.
+    kept: HashMap<String, Arc<Pages>>,
 }
 
 impl Card {
@@ -253,7 +255,12 @@ impl Bench {
                 let released = Released { bytes, ballast_bytes: self.card.ballast };
                 self.engine.keeper(Heard::Released { device, result: Ok(released) });
             }
-            link::Order::Fetch { pod } => self.engine.keeper(Heard::Fetched { pod, usage: None }),
+            link::Order::Fetch { pod } => {
+                let kept =
+                    self.card.kept.get(&*pod).map(|pages| pages.kept().map(|fd| fd.try_clone_to_owned()));
+                let kept = kept.into_iter().flatten().collect::<Result<_, _>>().unwrap();
+                self.engine.keeper(Heard::Fetched { pod, kept });
+            }
             link::Order::Store { pod, .. } => self.stored.push(pod.to_string()),
             link::Order::StandDown(on) => self.stood_down.push(on),
             link::Order::Warm { .. }
@@ -650,7 +657,7 @@ fn a_page_that_was_written_past_its_guard_is_told() {
     };
     assert_eq!(told(&mut bench, 0), 0);
     assert_eq!(guest.slot, 1);
-    let page = File::from(guest.pages.kept().try_clone_to_owned().unwrap());
+    let page = File::from(guest.pages.kept()[0].try_clone_to_owned().unwrap());
     page.write_all_at(&0u64.to_ne_bytes(), HELD).unwrap();
     assert_eq!(guest.pages.usage.held(guest.slot, 0), 0);
     assert_eq!(told(&mut bench, 0), 0, "it may be looked at amid a change");
@@ -793,6 +800,32 @@ fn an_agent_that_starts_again_goes_on_with_the_grants_and_moves_no_ballast() {
     bench.settle();
     assert_eq!((bench.card.ballast, bench.card.free()), (ballast, free));
     assert_eq!(guest.quota().granted, granted);
+}
+
+#[test]
+fn b09_devices_keep_the_places_by_which_an_earlier_agents_processes_charge() {
+    let bench = Bench::new(&enforced(&Value::Null));
+    let other = [7; 16];
+    let quota = bench.pages["a"].quota.device(0).unwrap();
+    // The kubelet had named another device first, which is away by now.
+    let earlier = Pages::create().unwrap();
+    earlier.quota.set(0, &DeviceQuota { uuid: other, ..quota });
+    earlier.quota.set(1, &quota);
+    let slot = earlier.usage.claim_any(1).unwrap();
+    assert_eq!(earlier.usage.charge(slot, 1, 2 * GI, u64::MAX, u64::MAX), Charged::Granted);
+    let Bench { root, mut card, .. } = bench;
+    card.kept.insert("a".into(), Arc::new(earlier));
+    card.holds("a", 1, 2 * GI);
+    let mut bench = Bench::start(&enforced(&Value::Null), root, card);
+    bench.engine.guards(News::Joined { pod: "a".into(), pid: 1, slot, comm: "python".into() });
+    bench.settle();
+    let page = &bench.pages["a"].quota;
+    let places: Vec<_> = (0..page.len()).map(|ordinal| page.device(ordinal).unwrap().uuid).collect();
+    assert_eq!(places, [other, quota.uuid]);
+    assert_eq!(page.device(1).unwrap().limit, 8 * GI);
+    assert_eq!(bench.strength("a").0, Strength::Guard);
+    let view = bench.engine.wards.view("a", DEVICE).unwrap();
+    assert_eq!((view.charged, view.outside), (2 * GI, 0));
 }
 
 #[test]

@@ -60,7 +60,7 @@ pub(crate) enum Order {
     },
     /// Lets go of the devices, or no longer.
     StandDown(bool),
-    /// Keeps a pod's usage page for a later agent.
+    /// Keeps a pod's pages for a later agent.
     Store {
         /// UID of the pod.
         pod: Arc<str>,
@@ -113,8 +113,8 @@ pub(crate) enum Heard {
     Fetched {
         /// UID of the pod.
         pod: Arc<str>,
-        /// The usage page, if there is one.
-        usage: Option<std::os::fd::OwnedFd>,
+        /// As [`Pages::kept`] gives it; empty if there is nothing.
+        kept: Vec<std::os::fd::OwnedFd>,
     },
 }
 
@@ -269,7 +269,7 @@ async fn obey(keeper: &Keeper, order: Order, heard: &UnboundedSender<Heard>) {
             true
         }
         Order::Store { pod, pages } => {
-            if let Err(error) = keeper.put(&key(&pod), &[pages.kept()]).await {
+            if let Err(error) = keeper.put(&key(&pod), &pages.kept()).await {
                 warn!(%pod, %error, "the pages of a guarded pod are not kept for a later agent");
             }
             false
@@ -294,7 +294,7 @@ async fn obey(keeper: &Keeper, order: Order, heard: &UnboundedSender<Heard>) {
 async fn fetch(keeper: &Keeper, pod: Arc<str>) -> Heard {
     for _ in 0..3 {
         match keeper.get(&key(&pod)).await {
-            Ok(stored) => return Heard::Fetched { pod, usage: stored.into_iter().next() },
+            Ok(kept) => return Heard::Fetched { pod, kept },
             Err(error) if error.reason() == Some(Reason::NotFound) => break,
             Err(error) => {
                 debug!(%pod, %error, "the keeper did not give back the pages of a pod");
@@ -302,7 +302,7 @@ async fn fetch(keeper: &Keeper, pod: Arc<str>) -> Heard {
             }
         }
     }
-    Heard::Fetched { pod, usage: None }
+    Heard::Fetched { pod, kept: Vec::new() }
 }
 
 async fn sweep(keeper: &Keeper, pods: &[Arc<str>]) -> Result<(), KeeperError> {
@@ -324,7 +324,7 @@ fn fail(order: Order, heard: &UnboundedSender<Heard>, stand_down: &mut Option<bo
         Order::Park(ParkAsk { pod, device, .. }) | Order::Restore { pod, device } => {
             Heard::Moved { pod, device, result: Err(why()) }
         }
-        Order::Fetch { pod } => Heard::Fetched { pod, usage: None },
+        Order::Fetch { pod } => Heard::Fetched { pod, kept: Vec::new() },
         Order::StandDown(on) => {
             // Said again as soon as it answers.
             *stand_down = Some(on);
@@ -479,8 +479,8 @@ mod tests {
         let fetched =
             async |orders: &UnboundedSender<Order>, heard: &mut UnboundedReceiver<Heard>, pod: &str| {
                 orders.send(Order::Fetch { pod: pod.into() }).unwrap();
-                let Heard::Fetched { usage, .. } = next(heard).await else { panic!() };
-                usage
+                let Heard::Fetched { kept, .. } = next(heard).await else { panic!() };
+                kept.into_iter().next()
             };
         let usage = loop {
             if let Some(usage) = fetched(&orders, &mut heard, "a").await {
@@ -531,7 +531,7 @@ mod tests {
         orders.send(Order::Reserve { device: DEVICE.into(), bytes: 7, keep_free: 1 }).unwrap();
         assert!(matches!(next(&mut heard).await, Heard::Reserved { result: Err(_), .. }));
         orders.send(Order::Fetch { pod: "a".into() }).unwrap();
-        assert!(matches!(next(&mut heard).await, Heard::Fetched { usage: None, .. }));
+        assert!(matches!(next(&mut heard).await, Heard::Fetched { kept, .. } if kept.is_empty()));
         orders.send(Order::StandDown(true)).unwrap();
         let listening = listener(&path);
         let keeper = tokio::spawn(async move {

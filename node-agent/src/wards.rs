@@ -7,6 +7,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
+    os::fd::{AsFd as _, OwnedFd},
     sync::{Arc, atomic::Ordering},
 };
 
@@ -27,7 +28,7 @@ use tracing::{debug, info, warn};
 
 use crate::{
     engine::Order,
-    guard::{self, News, Pages, Refusal},
+    guard::{self, News, Pages, Refusal, devices},
     link,
     strength::Guarded,
     world::{Pod, World},
@@ -84,6 +85,8 @@ pub(crate) struct Ward {
     served: Option<Millis>,
     /// UUIDs of the devices by ordinal.
     devices: Vec<Arc<str>>,
+    /// As an earlier agent had them, until that is taken over.
+    order: Vec<[u8; 16]>,
     /// The quota of the layer that binds, by ordinal.
     terms: Vec<Option<EffectiveQuota>>,
     /// What its quota page says, by ordinal.
@@ -290,7 +293,8 @@ impl Wards {
                 .or_insert_with(|| Ward::new(Arc::clone(pod), now));
             ward.pod = Arc::clone(pod);
             ward.seek_pages(keeper, now, &mut order);
-            if !node.is_empty() {
+            // Whoever may have had its pages before has numbered its devices.
+            if !node.is_empty() && ward.pages.is_some() {
                 ward.know(node, || given(pod), now);
             }
         }
@@ -335,14 +339,10 @@ impl Wards {
     }
 
     /// What an earlier agent had stored for a pod.
-    pub(crate) fn fetched(
-        &mut self,
-        pod: &str,
-        usage: Option<std::os::fd::OwnedFd>,
-        keeper: Keeper,
-        now: Millis,
-    ) {
+    pub(crate) fn fetched(&mut self, pod: &str, kept: Vec<OwnedFd>, keeper: Keeper, now: Millis) {
         let Some(ward) = self.wards.get_mut(pod).filter(|ward| ward.pages.is_none()) else { return };
+        let mut kept = kept.into_iter();
+        let (usage, quota) = (kept.next(), kept.next());
         let resumed = usage.and_then(|usage| {
             Pages::resume(usage)
                 .inspect_err(|error| {
@@ -363,6 +363,8 @@ impl Wards {
                 }
                 ward.pages = Some(Arc::new(pages));
                 ward.resumed = true;
+                // Earlier agents kept none.
+                ward.order = quota.and_then(|quota| devices(quota.as_fd()).ok()).unwrap_or_default();
             }
             // One that is on its way may still have them.
             None if keeper == Keeper::Away && now.since(ward.since) < FETCH_WITHIN => {}
@@ -530,6 +532,7 @@ impl Ward {
             resumed: false,
             served: None,
             devices: Vec::new(),
+            order: Vec::new(),
             terms: Vec::new(),
             written: Vec::new(),
             members: BTreeMap::new(),
@@ -640,7 +643,13 @@ impl Ward {
         }
     }
 
-    /// Gives its devices their ordinals, for good: those that the kubelet gave it, then the others.
+    /// Whether its quota page says something of a device.
+    pub(crate) fn is_written(&self, ordinal: usize) -> bool {
+        ordinal < self.written.len()
+    }
+
+    /// Gives its devices their ordinals, for good: as an earlier agent did, for that is what its processes
+    /// charge by; else those that the kubelet gave it, then the others.
     fn know(&mut self, node: &[Arc<str>], given: impl FnOnce() -> Vec<Arc<str>>, now: Millis) {
         if self.devices.len() >= MAX_DEVICES || node.iter().all(|device| self.devices.contains(device)) {
             return;
@@ -649,13 +658,20 @@ impl Ward {
         if given.is_empty() && node.len() > MAX_DEVICES && now.since(self.since) < ASSIGN_WITHIN {
             return;
         }
-        for device in given.iter().chain(node) {
-            let known = self.devices.contains(device) || !node.contains(device);
-            if !known && self.devices.len() < MAX_DEVICES && uuid_bytes(device).is_some() {
+        for bytes in std::mem::take(&mut self.order) {
+            let there = node.iter().find(|device| uuid_bytes(device) == Some(bytes));
+            self.devices.push(there.map_or_else(|| named(bytes), Arc::clone));
+        }
+        for device in given.iter().chain(node).filter(|device| node.contains(device)) {
+            let Some(bytes) = uuid_bytes(device) else { continue };
+            if let Some(known) = self.devices.iter_mut().find(|known| uuid_bytes(known) == Some(bytes)) {
+                // It was away when its place was taken over, and what kind of device it is not known.
+                known.clone_from(device);
+            } else if self.devices.len() < MAX_DEVICES {
                 self.devices.push(Arc::clone(device));
-                self.views.push(View::default());
             }
         }
+        self.views.resize(self.devices.len(), View::default());
         for member in self.members.values_mut() {
             member.at.resize(self.devices.len(), Standing::default());
         }
@@ -824,6 +840,18 @@ pub(crate) fn uuid_bytes(uuid: &str) -> Option<[u8; 16]> {
         *byte = u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()?;
     }
     Some(bytes)
+}
+
+/// A whole device by the bytes of its UUID.
+fn named(bytes: [u8; 16]) -> Arc<str> {
+    let mut name = String::from("GPU-");
+    for (place, digit) in format!("{:032x}", u128::from_be_bytes(bytes)).chars().enumerate() {
+        if [8, 12, 16, 20].contains(&place) {
+            name.push('-');
+        }
+        name.push(digit);
+    }
+    name.into()
 }
 
 fn signed(bytes: u64) -> i64 {

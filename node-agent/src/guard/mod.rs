@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use highwater_guard_abi::wire::ToGuard;
 
-pub(crate) use pages::{Pages, Refusal};
+pub(crate) use pages::{Pages, Refusal, devices};
 pub(crate) use peer::{Peer, of_pid};
 pub(crate) use server::{Guards, Settings};
 

@@ -8,7 +8,7 @@ use std::{
 
 use highwater_guard_abi::{
     MAX_DEVICES,
-    page::{MapError, QuotaPage, UsagePage},
+    page::{MapError, QuotaPage, QuotaView, UsagePage},
     wire::{NotGrantedReason, RefusedReason},
 };
 
@@ -148,10 +148,17 @@ impl Pages {
         [self.quota_descriptor.as_fd(), self.usage_descriptor.as_fd()]
     }
 
-    /// What is kept for a later agent.
-    pub(crate) fn kept(&self) -> BorrowedFd<'_> {
-        self.usage_descriptor.as_fd()
+    /// What is kept for a later agent: the usage page, and the quota page for its order of the devices.
+    pub(crate) fn kept(&self) -> [BorrowedFd<'_>; 2] {
+        [self.usage_descriptor.as_fd(), self.quota_descriptor.as_fd()]
     }
+}
+
+/// The devices by ordinal that an earlier agent's quota page has, which alone says whose the charges in the
+/// usage page are.
+pub(crate) fn devices(quota: BorrowedFd<'_>) -> Result<Vec<[u8; 16]>, MapError> {
+    let view = QuotaView::map(quota)?;
+    Ok((0..view.len()).filter_map(|ordinal| view.device(ordinal)).map(|device| device.uuid).collect())
 }
 
 impl fmt::Debug for Pages {
@@ -176,7 +183,7 @@ pub(crate) fn token_pid(token: u64) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use highwater_guard_abi::{charge::Charge, page::QuotaView};
+    use highwater_guard_abi::charge::Charge;
 
     use super::*;
 
@@ -185,7 +192,7 @@ mod tests {
         let first = Pages::create().unwrap();
         let slot = first.usage.claim_any(token(7, 9)).unwrap();
         assert_eq!(first.usage.charge(slot, 0, 4096, u64::MAX, u64::MAX), Charge::Granted);
-        let kept = first.kept().try_clone_to_owned().unwrap();
+        let kept = first.kept()[0].try_clone_to_owned().unwrap();
         drop(first);
         let second = Pages::resume(kept).unwrap();
         assert_eq!(second.usage.charged(0), 4096);

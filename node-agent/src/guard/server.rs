@@ -1272,7 +1272,7 @@ mod tests {
         assert_eq!(pages.usage.charge(gone, 0, 7 * MI, u64::MAX, u64::MAX), Charge::Granted);
         let reused = pages.usage.claim_any(token(std::process::id(), 1)).unwrap();
         assert_eq!(pages.usage.charge(reused, 0, 5 * MI, u64::MAX, u64::MAX), Charge::Granted);
-        let kept = pages.kept().try_clone_to_owned().unwrap();
+        let kept = pages.kept()[0].try_clone_to_owned().unwrap();
         drop(pages);
         node.restart();
         assert!(fake.hear().is_none());
