@@ -6,6 +6,7 @@ use crate::{
     leak::{
         Detector, Finding, FindingKind, Interval, LeakAdvice, LeakClass, LeakMode, Rule, Settings, Signals,
         detector::JUMP_SCALE,
+        jumps::Expected,
         load::works_more,
         mode,
         number::{float, whole},
@@ -205,31 +206,55 @@ fn rises_to_the_end(detector: &Detector, rise: &Rise) -> bool {
     float(bytes(detector.live.envelope.level())) > mark(detector, capacity, false)
 }
 
+/// What the jumps of a life come to. Times are in milliseconds.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Jumping {
+    /// What to expect of them, in units and blocks.
+    pub expected: Expected,
+    /// Length of these blocks.
+    pub block: u64,
+    /// Since the first of them.
+    pub over: f64,
+    /// Until the one that goes beyond the capacity: early, likely and late.
+    pub until: [f64; 3],
+}
+
+/// What the jumps of this life come to, if they go on as they came.
+pub(super) fn jumping(detector: &Detector) -> Option<Jumping> {
+    let live = &detector.live;
+    let capacity = float(live.capacity?);
+    let blocks = live.scales.get(JUMP_SCALE)?.window.blocks();
+    let block = *detector.settings.block_milliseconds.get(JUMP_SCALE)?;
+    let last = blocks.last()?;
+    let expected = live.jumps.expected(last.number)?;
+    let envelope = float(bytes(live.envelope.level()));
+    let reach = float_bytes(f64::from(last.floor) + burst(blocks));
+    let room = (capacity - envelope.max(reach)).max(0.0) / float_bytes(1.0);
+    Some(Jumping {
+        expected,
+        block,
+        over: f64::from(expected.over) * float(block),
+        until: expected.until(room).map(|blocks| blocks * float(block)),
+    })
+}
+
 /// What the jumps of this life come to, where they are due for an act by themselves. Not where nothing
 /// says what is usual and it has jumped for most of its life, but not often, or came down again
 /// before: batches that grow to their bound and collected garbage do just that.
 fn jumps_to_the_end(detector: &Detector) -> Option<Outlook> {
     let (settings, live) = (&*detector.settings, &detector.live);
     let capacity = live.capacity?;
-    let scale = live.scales.get(JUMP_SCALE)?;
-    let length = float(*settings.block_milliseconds.get(JUMP_SCALE)?);
-    let blocks = scale.window.blocks();
-    let block = blocks.last()?;
-    let expected = live.jumps.expected(block.number)?;
-    let over = f64::from(expected.over) * length;
+    let Jumping { expected, block, over, until: [low, mid, high] } = jumping(detector)?;
     let rising = over + float(settings.warm_up_milliseconds) >= EVER * float(live.age());
     let known = is_known(detector, capacity);
     if !known && (rising && expected.seen < MANY || live.returned.from().is_some()) {
         return None;
     }
     let envelope = float(bytes(live.envelope.level()));
-    let reach = float_bytes(f64::from(block.floor) + burst(blocks));
-    let room = (float(capacity) - envelope.max(reach)).max(0.0) / float_bytes(1.0);
-    let [low, mid, high] = expected.until(room).map(|blocks| blocks * length);
     let patience = if known { JUMPS_KNOWN } else { JUMPS_UNKNOWN };
     let due =
         envelope > mark(detector, capacity, !rising) && low < float(settings.lead_milliseconds) * patience;
-    let hourly = float_bytes(expected.size) / (expected.gap * length) * HOUR;
+    let hourly = float_bytes(expected.size) / (expected.gap * float(block)) * HOUR;
     due.then(|| Outlook {
         slope: Interval { low: hourly, mid: hourly, high: hourly },
         class: LeakClass::Step,
@@ -268,14 +293,14 @@ fn still_high(detector: &Detector, now: Millis) -> bool {
 }
 
 /// The rise of the last minutes, if there is one.
-fn last_minutes(detector: &Detector) -> Option<Rise> {
+pub(super) fn last_minutes(detector: &Detector) -> Option<Rise> {
     let live = &detector.live;
     let more_work = live.scales.first().is_some_and(|s| works_more(s.window.blocks()));
     live.capacity.and_then(|capacity| live.minutes.rise(&detector.settings, capacity, more_work))
 }
 
 /// What the scales that agree say together.
-fn outlook(detector: &Detector) -> Outlook {
+pub(super) fn outlook(detector: &Detector) -> Outlook {
     let (settings, live) = (&*detector.settings, &detector.live);
     let all = || live.scales.iter().zip(settings.block_milliseconds).map(|(s, length)| (s.verdict, length));
     let agreeing = || all().filter(|(v, _)| v.agrees());

@@ -12,6 +12,7 @@ mod alarm;
 pub mod capacity;
 mod detector;
 mod ended;
+mod evidence;
 mod exposition;
 mod finding;
 mod jumps;
@@ -41,6 +42,7 @@ pub(crate) use self::reason::how;
 pub use self::{
     detector::Detector,
     ended::{Circumstances, acted, life_end},
+    evidence::{Evidence, JumpEvidence, ScaleRecords},
     exposition::Numbers,
     finding::{Finding, FindingKind, Interval, Rule, ScaleEvidence, Signals},
     mode::one_rank,
