@@ -8,6 +8,7 @@ mod cases;
 mod cost;
 mod detect;
 mod disturb;
+mod features;
 mod figures;
 mod inject;
 mod interval;
@@ -58,6 +59,9 @@ struct Args {
     /// Write the samples of a pod of the even side as CSV, and what was found in it, and stop.
     #[arg(long)]
     dump: Option<String>,
+    /// Write what an act would go by, minute by minute, as CSV for `model/train.py`, and stop.
+    #[arg(long)]
+    features: Option<PathBuf>,
     /// The folder of the trace; without it, what needs it is left out.
     #[arg(long, env = "HIGHWATER_TRACE")]
     trace: Option<PathBuf>,
@@ -82,6 +86,9 @@ fn main() -> anyhow::Result<ExitCode> {
     let settings = detect::settings();
     if let Some(pod) = &args.dump {
         return tuning::dump(&jobs, pod, &settings);
+    }
+    if let Some(path) = &args.features {
+        return features::write(path, args.side, &jobs, &settings);
     }
     let outcomes = run::run(&jobs, &settings, !args.alone);
     if args.wrong > 0 && args.side == Side::Even {

@@ -23,6 +23,8 @@ use crate::{
     number::{real, whole, wide},
     report::{Goal, Report, bounded, plain},
     score::LEAD,
+    series::Truth,
+    side::Side,
 };
 
 /// A process on a device: the name of its program, and its rank.
@@ -316,6 +318,33 @@ fn row(name: &str, tuned: bool, count: &Count) -> Vec<String> {
         of(count.false_acts, count.leaks + count.right),
         of(count.suspicions, count.right),
     ]
+}
+
+/// A process that was recorded, as a life to be judged.
+#[derive(Clone, Debug)]
+pub(crate) struct Life {
+    /// The name of its program.
+    pub program: String,
+    /// The kind of leak or of right use.
+    pub kind: String,
+    /// What is true of it.
+    pub truth: Truth,
+    /// In order of time.
+    pub samples: Vec<Sample>,
+}
+
+/// The recorded processes of a side: tuning may look at the even one.
+pub(crate) fn lives(folder: &Path, side: Side) -> anyhow::Result<Vec<Life>> {
+    let life = |((program, _), Recorded { label, samples }): (Key, Recorded)| {
+        let truth = match label.onset {
+            Some(onset) => Truth::Leak { onset, exhausted: label.ended },
+            // Right use that runs out of memory is fragmentation.
+            None if label.exhausted => Truth::Fragmentation { exhausted: Some(label.ended) },
+            None => Truth::Benign,
+        };
+        (label.tuned == (side == Side::Even)).then_some(Life { program, kind: label.kind, truth, samples })
+    };
+    Ok(read(folder)?.into_iter().filter_map(life).collect())
 }
 
 /// Where the recordings are kept.

@@ -105,28 +105,32 @@ fn judge(made: Made, settings: &Arc<Settings>, baselines: bool) -> Outcome {
     }
 }
 
-/// Replays all jobs on as many threads as there are cores. The order of the outcomes is that of
-/// the jobs, whoever ran them.
+/// Replays all jobs.
 pub(crate) fn run(jobs: &[Job], settings: &Arc<Settings>, baselines: bool) -> Vec<Outcome> {
+    each(jobs, |job| Some(judge(job.make()?, settings, baselines)))
+}
+
+/// What comes of all items, worked on by as many threads as there are cores. The order is that of
+/// the items, whoever took them.
+pub(crate) fn each<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> Option<R> + Sync) -> Vec<R> {
     let next = AtomicUsize::new(0);
-    let outcomes = Mutex::new(Vec::new());
+    let results = Mutex::new(Vec::new());
     let workers = thread::available_parallelism().map_or(1, usize::from);
     thread::scope(|scope| {
         for _ in 0..workers {
             scope.spawn(|| {
                 loop {
                     let at = next.fetch_add(1, Ordering::Relaxed);
-                    let Some(job) = jobs.get(at) else { break };
-                    let Some(made) = job.make() else { continue };
-                    let outcome = judge(made, settings, baselines);
-                    if let Ok(mut outcomes) = outcomes.lock() {
-                        outcomes.push((at, outcome));
+                    let Some(item) = items.get(at) else { break };
+                    let Some(result) = work(item) else { continue };
+                    if let Ok(mut results) = results.lock() {
+                        results.push((at, result));
                     }
                 }
             });
         }
     });
-    let mut outcomes = outcomes.into_inner().unwrap_or_default();
-    outcomes.sort_by_key(|(at, _)| *at);
-    outcomes.into_iter().map(|(_, outcome)| outcome).collect()
+    let mut results = results.into_inner().unwrap_or_default();
+    results.sort_by_key(|(at, _)| *at);
+    results.into_iter().map(|(_, result)| result).collect()
 }

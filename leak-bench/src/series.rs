@@ -1,5 +1,7 @@
 //! A recorded or made life of a pod, and what is true of it.
 
+use highwater_policy::{leak::Sample, time::Millis};
+
 /// A sample as the agent would see it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Point {
@@ -9,6 +11,19 @@ pub(crate) struct Point {
     pub bytes: Option<u64>,
     /// Work done since the pod began, in any unit; `None` where there is no signal.
     pub work: Option<f64>,
+}
+
+impl Point {
+    /// As the detector takes it, in a life that began so many milliseconds after its clock.
+    pub(crate) fn sample(&self, begin: u64, capacity: u64) -> Sample {
+        Sample {
+            at: Millis(begin + self.at),
+            bytes: self.bytes,
+            capacity: Some(capacity),
+            work: self.work,
+            ..Sample::default()
+        }
+    }
 }
 
 /// What is true of a life.

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use highwater_policy::{
-    leak::{Detector, Finding, FindingKind, LifeEnd, Sample, Settings},
+    leak::{Detector, Finding, FindingKind, LifeEnd, Settings},
     time::Millis,
 };
 
@@ -60,13 +60,7 @@ impl Highwater {
 
 impl Detect for Highwater {
     fn push(&mut self, point: &Point) -> Option<Alarm> {
-        let finding = self.detector.push(&Sample {
-            at: Millis(self.begin + point.at),
-            bytes: point.bytes,
-            capacity: Some(self.capacity),
-            work: point.work,
-            ..Sample::default()
-        })?;
+        let finding = self.detector.push(&point.sample(self.begin, self.capacity))?;
         let alarm = match finding.kind {
             FindingKind::Act => Some(Alarm::Act),
             FindingKind::Suspect => Some(Alarm::Suspect),
