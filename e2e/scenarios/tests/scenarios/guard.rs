@@ -1,6 +1,6 @@
 //! The guard: quotas that hold at the call, whoever calls, and whatever dies meanwhile.
 
-use std::{path::Path, time::Duration};
+use std::{path::Path, pin::pin, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use highwater_crds::{DecisionState, Strength, StrengthReason};
@@ -321,6 +321,140 @@ fn b09_while_the_agent_dies_and_is_replaced_the_quota_holds_and_what_is_within_i
         ensure!(most <= Some(16 * GI - CONTEXT), "it got {most:?} under a quota of 16 GiB");
         s.untouched(&pod).await
     })
+}
+
+#[test]
+fn b09_while_kubelet_and_agent_are_away_and_come_back_limits_and_accounts_of_running_pods_hold() -> Result<()>
+{
+    scenario("kubelet-away", async |s| {
+        s.program("kubelet-away", enforce(&s.namespace, "16Gi")).await?;
+        // Reaches its quota after 18 s, and then asks for more all the time.
+        let grows = "context; alloc 8Gi; on-oom continue; leak 64Mi every 150ms";
+        let grows = s.start_guarded("grows", grows).await?;
+        let steady = s.start_guarded("steady", "context; alloc 4Gi; hold").await?;
+        s.got(&grows, "alloc", 8 * GI).await?;
+        s.got(&steady, "alloc", 4 * GI).await?;
+        for pod in [&grows, &steady] {
+            s.strength(pod, Strength::Guard).await?;
+        }
+        let agent = s.agent(NODE).await?;
+        let away = Timestamp::now();
+        let kubelet = format!("kubelet-{NODE}");
+        s.cluster.kill(&kubelet).await?;
+        let without = without_kubelet(s, &grows, &steady).await;
+        s.cluster.start(&kubelet).await?;
+        without?;
+        s.back("agent", &agent).await?;
+        let back = Timestamp::now();
+
+        // What went on meanwhile: memory within the quota was to be had, and none beyond it.
+        let calls: Vec<_> = s
+            .log(&grows)
+            .await?
+            .into_iter()
+            .filter(|line| line.at > away && line.at < back)
+            .filter_map(|line| Call::of(&line.text))
+            .collect();
+        let (refused, got): (Vec<_>, Vec<_>) = calls.iter().partition(|call| call.is_refusal());
+        ensure!(
+            got.len() > 30 && !refused.is_empty(),
+            "{} calls of {} were refused from {away} to {back}",
+            refused.len(),
+            calls.len()
+        );
+        let most = calls.iter().map(|call| call.held).max();
+        ensure!(most <= Some(16 * GI - CONTEXT), "it got {most:?} under a quota of 16 GiB");
+
+        // The next agent has the account of what was charged before it.
+        for (pod, least) in [(&grows, 16 * GI - 64 * MI), (&steady, 4 * GI + CONTEXT)] {
+            s.strength(pod, Strength::Guard).await?;
+            s.pod_metric(pod, CHARGED, |charged| charged.is_some_and(|c| (least..=16 * GI).contains(&c)))
+                .await?;
+            three_views_agree(s, pod).await?;
+        }
+        // Processes and pods that are born after all this.
+        s.follow(&grows, &[], "expect-oom create 1Gi").await?.well()?;
+        s.follow(&steady, &[], "context; alloc 10Gi; expect-oom create 1Gi").await?.well()?;
+        let new = s.start_guarded("new", "context; hold 1s; info; expect-oom alloc 16Gi; hold").await?;
+        s.says(&new, " op=alloc bytes=17179869184 code=2 ").await?;
+        shows_a_card_of(&infos(&said(s, &new).await?)?[0], 16 * GI)?;
+        s.strength(&new, Strength::Guard).await?;
+        accounts_outlast_the_kubelet(s, &kubelet, &steady).await?;
+        ensure!(s.incidents().await?.is_empty(), "nobody exceeded anything");
+        for pod in [&grows, &steady, &new] {
+            s.untouched(pod).await?;
+        }
+        Ok(())
+    })
+}
+
+/// What the driver says while nobody can ask the kubelet, and then nobody the agent either: nothing
+/// starts its container again.
+async fn without_kubelet(s: &Scenario, grows: &Pod, steady: &Pod) -> Result<()> {
+    // The agent knows its pods still.
+    let before = s.pod_metric(grows, CHARGED, |charged| charged.is_some()).await?;
+    s.pod_metric(grows, CHARGED, |charged| charged > before).await?;
+    s.pod_metric(steady, CHARGED, holds_4_gi).await?;
+    s.strength(grows, Strength::Guard).await?;
+    s.kill("agent").await?;
+    eventually("a pod without kubelet and agent to reach its quota", 2 * TIMEOUT, async || {
+        let most = held_by_one(s).await?;
+        ensure!(most >= 16 * GI - 64 * MI, "the most that a process holds are {most}");
+        Ok(())
+    })
+    .await?;
+    never("more than the quota", Duration::from_secs(3), async || {
+        let most = held_by_one(s).await?;
+        ensure!(most > 16 * GI);
+        anyhow::Ok(most)
+    })
+    .await?;
+    let agent = s.agent(NODE).await?;
+    let answers = s.page(&agent, 9440, "/metrics").await.is_ok();
+    ensure!(!answers, "the agent was there all the time");
+    Ok(())
+}
+
+/// Whether it is what a pod has that holds 4 GiB, and for moments a little more to serve.
+fn holds_4_gi(bytes: Option<i64>) -> bool {
+    bytes.is_some_and(|bytes| (0..=2 * MI).contains(&(bytes - 4 * GI - CONTEXT)))
+}
+
+/// The most that the driver has given to one process.
+async fn held_by_one(s: &Scenario) -> Result<i64> {
+    let driver = s.driver().await?;
+    let holders = driver["holders"].as_array().into_iter().flatten();
+    holders.filter_map(|holder| holder["charged"].as_i64()).max().context("nobody holds anything")
+}
+
+/// While the kubelet alone is started anew, what the agent says of a pod has no gap.
+async fn accounts_outlast_the_kubelet(s: &Scenario, kubelet: &str, pod: &Pod) -> Result<()> {
+    let name = pod.name_any();
+    let of_pod = [("namespace", s.namespace.as_str()), ("pod", name.as_str())];
+    let restarted = async {
+        s.cluster.stop(kubelet).await?;
+        s.cluster.start(kubelet).await?;
+        // It answers for its pods again.
+        eventually("the kubelet to let somebody into a pod", TIMEOUT, async || {
+            s.follow(pod, &[], "hold 100ms").await?.well()
+        })
+        .await
+    };
+    let mut restarted = pin!(restarted);
+    let mut looks = 0;
+    loop {
+        tokio::select! {
+            done = &mut restarted => break done.map(drop)?,
+            samples = s.metrics(NODE) => {
+                let samples = samples?;
+                let seen = [samples.bytes(CHARGED, &of_pod)?, samples.bytes(USED, &of_pod)?];
+                ensure!(seen.into_iter().all(holds_4_gi), "charged and used: {seen:?}");
+                looks += 1;
+            }
+        }
+    }
+    ensure!(looks > 10, "only {looks} looks");
+    Ok(())
 }
 
 #[test]

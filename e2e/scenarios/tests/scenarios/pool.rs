@@ -289,6 +289,74 @@ fn l10_l11_l12_grants_grow_in_steps_beyond_guarantees_go_back_and_are_waited_for
     })
 }
 
+#[test]
+fn a20_engines_that_start_together_beside_one_that_moves_get_all_that_they_measured_as_free() -> Result<()> {
+    scenario("profile", async |s| {
+        let mut spec = whole(&s.namespace, "30Gi");
+        // With the start hold that a policy has where it says nothing.
+        spec["pool"] = json!({"sizePercent": 100, "marginSize": "512Mi", "stepSize": "256Mi"});
+        spec["quota"]["rules"] = json!([{
+            "name": "moves", "pods": {"matchLabels": {"app": "moves"}}, "guarantee": "1Gi", "limit": "14Gi",
+        }]);
+        s.program("profile", spec).await?;
+        for device in ["0", "1"] {
+            s.metric(BALLAST, &[("device", device)], |held| held > Some(78 * GI)).await?;
+        }
+        let moves = "context; alloc 1Gi; on-oom continue; swing 8Gi every 300ms x1000";
+        let moves = s.start_guarded("moves", moves).await?;
+        s.got(&moves, "alloc", 8 * GI).await?;
+
+        // As an engine starts: what is free, the weights, a run that shows what work takes, the cache in
+        // what is left after that, and graphs.
+        let script = "context; hold 1s; info; alloc 14Gi; hold 1s; info; spike 6Gi for 1s; hold 1s; info; \
+                      alloc 9Gi; capture 2464Mi; hold 1s; info; alloc 4Gi; expect-oom alloc 1Gi; serve";
+        for engine in ["one", "two"] {
+            s.apply(&ModelServer::new(engine, script).guarded().deployment()).await?;
+        }
+        let mut measured = Vec::new();
+        for engine in ["one", "two"] {
+            let pod = s.running(engine).await?;
+            s.says(&pod, " serve used=").await?;
+            let log = s.log(&pod).await?;
+            let told: Vec<_> = log.iter().filter(|line| line.text.contains(" info {")).collect();
+            let text: Vec<_> = told.iter().map(|line| line.text.as_str()).collect();
+            let free: Vec<_> = infos(&text.join("\n"))?
+                .iter()
+                .map(|info| {
+                    ensure!(info["total"].as_i64() == Some(30 * GI), "not a card of its limit: {info}");
+                    info["free"].as_i64().context("nothing is said to be free")
+                })
+                .collect::<Result<_>>()?;
+            // Nothing but its own use moves it: neither the other that starts nor the one that moves.
+            let all = 30 * GI - CONTEXT;
+            for (free, held) in free.iter().zip([0, 14 * GI, 14 * GI, 23 * GI + 2464 * MI]) {
+                ensure!((all - held - free).abs() <= 64 * MI, "{free} free beside {held}: {text:?}");
+            }
+            let ends = (told.first().map(|line| line.at), told.last().map(|line| line.at));
+            ensure!(free.len() == 4, "it said {} times what is free", free.len());
+            measured.push((pod, ends));
+        }
+        let [(one, ends_of_one), (two, ends_of_two)] = measured.as_slice() else {
+            anyhow::bail!("two engines started");
+        };
+        ensure!(
+            ends_of_one.0 < ends_of_two.1 && ends_of_two.0 < ends_of_one.1,
+            "they did not start together: {ends_of_one:?}, {ends_of_two:?}"
+        );
+        let device = s.device_of(one).await?;
+        for pod in [two, &moves] {
+            ensure!(s.device_of(pod).await? == device, "all are on one device");
+        }
+        s.metrics(NODE).await?.adds_up(&device)?;
+        for pod in [one, two] {
+            s.strength(pod, Strength::Guard).await?;
+            s.untouched(pod).await?;
+            s.served_without_failure(pod).await?;
+        }
+        s.untouched(&moves).await
+    })
+}
+
 /// How long it took a script from one line of its output to another, by its own clock.
 fn seconds_between(output: &str, first: &str, last: &str) -> Result<f64> {
     let at = |text: &str| -> Result<f64> {
