@@ -24,6 +24,9 @@ MIB = 1 << 20
 # What the driver takes for a process by itself beside a context: modules that are loaded when they are
 # first used, and workspaces. Measured 92 MiB for a process that multiplies matrices.
 GROWTH = 160 * MIB
+# The same for processes that talk to each other: the kernels of the library that they do it by, which no call
+# shows. Two ranks of NCCL were seen 448 MiB apart each, one alone 262 MiB, and one of gloo 162 MiB.
+TALKING = 512 * MIB
 
 
 class Runs:
@@ -109,11 +112,11 @@ def rests(process, folder, ranks, state):
     return pairs
 
 
-def apart(pairs):
+def apart(pairs, bound=GROWTH):
     """Whether charges and the driver's numbers are near each other, and both in words."""
     numbers = "; ".join(f"GPU {device}: charged {charged / MIB:.1f} MiB, the driver says {held / MIB:.1f}"
                         for device, charged, held in pairs)
-    return bool(pairs) and all(abs(charged - held) <= GROWTH for _, charged, held in pairs), numbers
+    return bool(pairs) and all(abs(charged - held) <= bound for _, charged, held in pairs), numbers
 
 
 def compare(runs, script, case):
@@ -126,9 +129,9 @@ def compare(runs, script, case):
     if left or charged["joined"] == 0:
         holds, numbers = False, f"{charged['joined']} processes connected, {left} bytes left charged; {numbers}"
     if case in torch_cases.RANKS:
-        near, said = apart(pairs)
+        near, said = apart(pairs, TALKING)
         if not near:
-            holds, said = False, f"more than {GROWTH // MIB} MiB apart at rest: {said or 'nobody holds anything'}"
+            holds, said = False, f"more than {TALKING // MIB} MiB apart at rest: {said or 'nobody holds anything'}"
         devices = {device for device, used, _ in pairs if used}
         wanted = set(range(torch_cases.RANKS[case])) if "nccl" in case else {0}
         if devices != wanted:
