@@ -60,6 +60,7 @@ const SCRIPT_VARIABLE: &str = "WORKLOAD_SCRIPT";
 const BAD_SCRIPT: u8 = 2;
 
 fn main() -> ExitCode {
+    run::start_clock();
     let (script, signals, access) = match prepare() {
         Ok(prepared) => prepared,
         Err(error) => {

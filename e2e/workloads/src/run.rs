@@ -6,7 +6,7 @@ use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::process::{Child, Command};
-use std::sync::OnceLock;
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
@@ -33,10 +33,17 @@ const HEARTBEAT_BYTES: u64 = 2 << 20;
 /// Exit status when a call failed.
 const FAILED: u8 = 1;
 
+/// When this program started.
+static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+
+/// Begins to count the time that is told: also what comes before the first line takes its time.
+pub(crate) fn start_clock() {
+    LazyLock::force(&START);
+}
+
 /// Prints a line that tells apart processes and moments.
 pub(crate) fn say(line: &str) {
-    static START: OnceLock<Instant> = OnceLock::new();
-    let elapsed = START.get_or_init(Instant::now).elapsed();
+    let elapsed = START.elapsed();
     // Nobody may be listening any more; the memory matters, not the words.
     let _ = writeln!(std::io::stdout(), "[{}] {:.3}s {line}", std::process::id(), elapsed.as_secs_f64());
 }
