@@ -164,6 +164,23 @@ fn a_change_of_life_begins_anew() {
 }
 
 #[test]
+fn a_life_that_ended_under_suspicion_says_nothing_of_what_is_usual() {
+    let bench = Bench::new();
+    let mut text = "pod,device,seconds,bytes,capacity,life\n".to_owned();
+    for (life, seconds) in [(1, 18_000), (2, 36_000)] {
+        for second in (0..seconds).step_by(10) {
+            writeln!(text, "a,0,{second},{},{},{life}", leak(second), 80 * GIB).unwrap();
+        }
+    }
+    let decisions = bench.series(&text, &[]).decisions();
+    let first: Vec<_> = decisions.iter().filter(|d| d["life"] == 1).map(|d| d["kind"].as_str()).collect();
+    assert_eq!(first, [Some("suspect")], "it was rolled out before an act was due");
+    assert!(decisions.iter().any(|d| d["life"] == 2 && d["kind"] == "act"));
+    let told = decisions.iter().find(|d| d["reason"].as_str().unwrap().contains("healthy lives"));
+    assert_eq!(told, None);
+}
+
+#[test]
 fn time_that_goes_back_is_passed_over_and_counted() {
     let bench = Bench::new();
     let clean = format!("{HEADER}\n{}", pod("leaks", 10, leak));
@@ -344,6 +361,10 @@ fn few_samples_decide_nothing() {
     let answer = Bench::run(&["simulate", "--series", table.to_str().unwrap()]);
     assert_eq!((answer.status, answer.out.as_str()), (0, "No decisions.\n"));
     assert_eq!(answer.err, "1 sample of 1 series: no decisions\n");
+    // Of a file that could not be read nobody knows.
+    let broken = bench.file("broken.csv", format!("{HEADER}\na,0,yesterday,1,100\n"));
+    let answer = Bench::run(&["simulate", "--series", broken.to_str().unwrap()]);
+    assert_eq!((answer.status, answer.out.as_str()), (2, ""));
 }
 
 #[test]

@@ -123,7 +123,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Error> {
     let mut replay = Replay::new(&policy, args.capacity.map(ByteSize::bytes));
     let read = read(args, &mut replay, &mut *output);
     // What was decided before a fault stands.
-    let written = output.finish().map_err(Error::Output);
+    let written = output.finish(read.is_ok()).map_err(Error::Output);
     let notes = read?;
     written?;
     for note in notes.into_iter().chain(summary(&replay)) {
@@ -185,8 +185,8 @@ fn summary(replay: &Replay<'_>) -> Vec<String> {
     match replay.without_capacity() {
         0 => {}
         some => text.push(format!(
-            "{some} of {} series have no capacity, so that nothing but suspect can be said of them: add the column \
-             capacity, or --capacity",
+            "{some} of {} series have no capacity, so that nothing but suspect can be said of them: give it with \
+             --capacity, or in a CSV in the column capacity",
             replay.len()
         )),
     }

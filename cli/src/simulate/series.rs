@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use highwater_crds::{Breaker, ByteSize, Level};
+use highwater_crds::{Breaker, ByteSize, LeakClass, LeakStage, Level};
 use highwater_policy::{
     breaker,
-    leak::{Detector, Finding, FindingKind, LifeEnd, Sample, Settings},
+    leak::{Circumstances, Detector, Finding, FindingKind, LifeEnd, Sample, Settings, life_end},
     ledger::Share,
     time::Millis,
 };
@@ -54,6 +54,8 @@ pub(crate) struct Series {
     act: Option<Millis>,
     /// There was one in this life.
     acted: bool,
+    /// What is thought of this life, as long as no act was due.
+    thought: Option<(LeakStage, LeakClass)>,
     detector: Detector,
 }
 
@@ -69,6 +71,7 @@ impl Series {
             oom: oom::Watch::default(),
             act: None,
             acted: false,
+            thought: None,
             detector: Detector::new(Arc::clone(settings)),
         }
     }
@@ -150,10 +153,15 @@ impl Series {
         } else if self.acted {
             LifeEnd::LeakAct
         } else {
-            LifeEnd::Healthy
+            life_end(Circumstances {
+                orderly: true,
+                whole: true,
+                thought: self.thought,
+                ..Circumstances::default()
+            })
         };
         self.detector.begin_life(now, ended);
-        (self.tripped, self.acted) = (false, false);
+        (self.tripped, self.acted, self.thought) = (false, false, None);
     }
 
     fn found<E>(
@@ -167,8 +175,8 @@ impl Series {
                 self.act = Some(now);
                 self.acted = true;
             }
-            FindingKind::Cleared => self.act = None,
-            FindingKind::Suspect => {}
+            FindingKind::Cleared => (self.act, self.thought) = (None, None),
+            FindingKind::Suspect => self.thought = Some((LeakStage::Suspect, finding.class)),
         }
         Kind::of(finding.kind).map_or(Ok(()), |kind| {
             decide(Verdict { kind, reason: finding.reason.clone(), finding: Some(finding) })

@@ -131,8 +131,15 @@ pub(super) fn seconds(text: &[u8]) -> Result<u64, String> {
     if number::is_missing(text) {
         return Err("column seconds is empty: every row needs a time".to_owned());
     }
-    let milliseconds = number::thousandths(text)
-        .map_err(|misfit| unfit("seconds", text, misfit, "seconds since any moment"))?;
+    let milliseconds = number::thousandths(text).map_err(|misfit| match misfit {
+        Misfit::Malformed => {
+            format!("column seconds is {}: write seconds since any moment, as a number", shown(text))
+        }
+        Misfit::Negative => {
+            format!("column seconds is {}, below 0: count from a moment before the first row", shown(text))
+        }
+        Misfit::TooLarge => unfit("seconds", text, misfit, "seconds since any moment"),
+    })?;
     if milliseconds / 1000 > LATEST_SECONDS {
         return Err(format!("column seconds is {}: give seconds, not milliseconds or less", shown(text)));
     }

@@ -15,7 +15,7 @@ impl<W: Write> Output for Json<W> {
         self.0.write_all(b"\n")
     }
 
-    fn finish(&mut self) -> io::Result<()> {
+    fn finish(&mut self, _whole: bool) -> io::Result<()> {
         self.0.flush()
     }
 }

@@ -14,6 +14,6 @@ pub(crate) trait Output {
     /// One more.
     fn decision(&mut self, decision: &Decision<'_>) -> io::Result<()>;
 
-    /// There are no more.
-    fn finish(&mut self) -> io::Result<()>;
+    /// There are no more; or, where the recording was not read as a `whole`, no more are known.
+    fn finish(&mut self, whole: bool) -> io::Result<()>;
 }

@@ -69,10 +69,10 @@ impl<W: Write> Output for Table<W> {
         write_row(&mut self.into, &row, &widths)
     }
 
-    fn finish(&mut self) -> io::Result<()> {
+    fn finish(&mut self, whole: bool) -> io::Result<()> {
         if self.widths.is_some() || !self.held.is_empty() {
             self.release()?;
-        } else {
+        } else if whole {
             writeln!(self.into, "No decisions.")?;
         }
         self.into.flush()
@@ -161,7 +161,7 @@ mod tests {
         for pod in pods {
             table.decision(&decision(pod)).unwrap();
         }
-        table.finish().unwrap();
+        table.finish(true).unwrap();
         String::from_utf8(text).unwrap().lines().map(str::to_owned).collect()
     }
 
