@@ -205,6 +205,9 @@ impl Driver {
     }
 
     /// The device's processes, from all lists.
+    ///
+    /// The list of compute processes is asked for at every sample: where a pool holds what nobody has, memory
+    /// in use stays the same to the byte while who has it changes.
     fn processes(
         &self,
         handle: Handle,
