@@ -395,6 +395,18 @@ pub enum DecisionState {
 }
 
 impl DecisionState {
+    /// Every state: first those that something follows, then the ends.
+    pub const ALL: [Self; 8] = [
+        Self::Proposed,
+        Self::Approved,
+        Self::Verifying,
+        Self::Succeeded,
+        Self::Suppressed,
+        Self::Cancelled,
+        Self::Failed,
+        Self::Superseded,
+    ];
+
     /// Whether nothing follows this state.
     pub const fn is_final(self) -> bool {
         matches!(self, Self::Succeeded | Self::Suppressed | Self::Cancelled | Self::Failed | Self::Superseded)

@@ -454,21 +454,10 @@ fn the_same_verdict_later_is_no_write() {
     assert_eq!(second.since.0, at(1), "the state is the same");
 }
 
-pub(super) const STATES: [DecisionState; 8] = [
-    DecisionState::Proposed,
-    DecisionState::Approved,
-    DecisionState::Verifying,
-    DecisionState::Succeeded,
-    DecisionState::Suppressed,
-    DecisionState::Cancelled,
-    DecisionState::Failed,
-    DecisionState::Superseded,
-];
-
 #[test]
 fn final_states_never_change() {
-    for old in STATES.into_iter().filter(|s| s.is_final()) {
-        assert!(STATES.into_iter().all(|new| new == old || !may_follow(Some(old), new)));
+    for old in DecisionState::ALL.into_iter().filter(|s| s.is_final()) {
+        assert!(DecisionState::ALL.into_iter().all(|new| new == old || !may_follow(Some(old), new)));
     }
     assert!(!may_follow(Some(DecisionState::Verifying), DecisionState::Proposed));
     assert!(!may_follow(None, DecisionState::Verifying));

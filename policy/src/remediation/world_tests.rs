@@ -6,7 +6,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use proptest::{collection::vec, prelude::*};
 
 use super::{
-    tests::{STATES, agent_act, at, kinds, pod, spec, view},
+    tests::{agent_act, at, kinds, pod, spec, view},
     *,
 };
 
@@ -291,7 +291,7 @@ proptest! {
     fn one_act_a_device_and_no_mutual_wait(states in vec((0..9usize, 0..3i64), 1..8)) {
         let uids: Vec<String> = (0..states.len()).map(|i| format!("u{i}")).collect();
         let turns: Vec<Turn<'_>> = states.iter().zip(&uids).map(|((state, since), uid)| {
-            Turn { state: STATES.get(*state).copied(), since: at(*since), uid }
+            Turn { state: DecisionState::ALL.get(*state).copied(), since: at(*since), uid }
         }).collect();
         let free: Vec<&Turn<'_>> = turns.iter()
             .filter(|own| own.state.is_none_or(|s| !s.is_final()) && own.state != Some(DecisionState::Verifying))
