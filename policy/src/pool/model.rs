@@ -728,6 +728,7 @@ proptest! {
         // Requests above guarantees in the order in which they came, with what was asked for.
         let mut above: Vec<(u64, u64, Arc<str>)> = Vec::new();
         let mut within: Vec<u64> = Vec::new();
+        let mut judged = 0;
         for ((pod, wanted, passed), (freed, percent)) in asks.into_iter().zip(frees) {
             world.now += passed;
             let name = world.uid(pod);
@@ -754,14 +755,16 @@ proptest! {
             let answered = |id: u64| world.answers.iter().position(|answer| answer.id == id);
             prop_assert!(within.iter().all(|id| answered(*id).is_some()), "a guarantee waits");
             for (n, (id, asked, of)) in above.iter().enumerate() {
-                let Some(place) = answered(*id) else { continue };
+                // Each answer is judged when it is new: what a pod has later is another story.
+                let Some(place) = answered(*id).filter(|place| *place >= judged) else { continue };
                 // What its pod was given for an earlier request may be enough for it as well.
                 let enough = |(_, wanted, name): &&(u64, u64, Arc<str>)| name == of && wanted >= asked;
                 if above[..n].iter().filter(enough).any(|(id, ..)| answered(*id).is_some()) {
                     continue;
                 }
                 for (earlier, wanted, name) in &above[..n] {
-                    // One that asks for no more than its pod has by then is no wait.
+                    // One that asks for no more than its pod has by then is no wait: of those that are
+                    // served at once, the one whose bytes are there already is told first.
                     let others = world.pods[name].page < *wanted;
                     prop_assert!(
                         !others || answered(*earlier).is_some_and(|first| first < place),
@@ -769,6 +772,7 @@ proptest! {
                     );
                 }
             }
+            judged = world.answers.len();
         }
     }
 
