@@ -47,9 +47,15 @@ struct Host {
 }
 
 impl Shared {
+    /// The driver as it is now: what was let go of before is free.
     fn lock(&self) -> MutexGuard<'_, Driver> {
         // A panic in one request leaves the ledger as consistent as its last statement.
-        self.0.driver.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut driver = self.0.driver.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.exports().ended() {
+            Ok(pieces) => pieces.into_iter().for_each(|piece| driver.end_export(piece)),
+            Err(error) => tracing::error!(%error, "cannot learn of closed descriptors"),
+        }
+        driver
     }
 
     fn exports(&self) -> &Exports {
@@ -138,18 +144,11 @@ fn is_passing(error: &io::Error) -> bool {
 /// Frees what descriptors kept, when they are closed.
 fn end_exports(driver: &Shared) {
     loop {
-        match driver.exports().wait() {
-            Ok(pieces) => {
-                let mut driver = driver.lock();
-                for piece in pieces {
-                    driver.end_export(piece);
-                }
-            }
-            Err(error) => {
-                tracing::error!(%error, "cannot learn of closed descriptors");
-                thread::sleep(RETRY);
-            }
+        if let Err(error) = driver.exports().wait() {
+            tracing::error!(%error, "cannot wait for closed descriptors");
+            thread::sleep(RETRY);
         }
+        drop(driver.lock());
     }
 }
 
@@ -203,7 +202,13 @@ fn answer_requests(
             Request::Checkpoint { pid, step } => checkpoint(driver, client, peer, pid, step),
             request => {
                 look_up_cgroup(driver, client, &request, peer);
-                driver.lock().answer(client, request, Instant::now())
+                let asked = request.clone();
+                let answer = driver.lock().answer(client, request, Instant::now());
+                if answer == Err(Failure::OutOfMemory) {
+                    // A guard that refuses asks nobody here: what is read is the driver's refusal.
+                    tracing::info!(pid = peer.identity.pid, ?asked, "out of memory");
+                }
+                answer
             }
         };
         send(stream, &reply)?;

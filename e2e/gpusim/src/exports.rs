@@ -11,10 +11,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
 use rustix::buffer::spare_capacity;
-use rustix::event::epoll;
+use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
+use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::protocol::Descriptor;
+
+/// No wait.
+const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// Ends that are learnt of at once.
 const MOST_AT_ONCE: usize = 512;
@@ -62,19 +66,31 @@ impl Exports {
         Some(export.piece)
     }
 
-    /// Waits until descriptors are closed everywhere; gives the pieces that they kept.
-    pub(crate) fn wait(&self) -> io::Result<Vec<u64>> {
-        let mut events = Vec::with_capacity(MOST_AT_ONCE);
-        match epoll::wait(&self.epoll, spare_capacity(&mut events), None) {
-            Err(rustix::io::Errno::INTR) => return Ok(Vec::new()),
-            result => result?,
-        };
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(events
-            .iter()
-            .filter_map(|event| kept.remove(&event.data.u64()))
-            .map(|export| export.piece)
-            .collect())
+    /// Waits until descriptors are closed everywhere.
+    pub(crate) fn wait(&self) -> io::Result<()> {
+        match poll(&mut [PollFd::new(&self.epoll, PollFlags::IN)], None) {
+            Err(Errno::INTR) => Ok(()),
+            result => result.map(drop).map_err(io::Error::from),
+        }
+    }
+
+    /// The pieces of which the descriptors are closed everywhere, each told once. The kernel says so
+    /// before whoever closed the last one goes on.
+    pub(crate) fn ended(&self) -> io::Result<Vec<u64>> {
+        let mut pieces = Vec::new();
+        loop {
+            let mut events = Vec::with_capacity(MOST_AT_ONCE);
+            match epoll::wait(&self.epoll, spare_capacity(&mut events), Some(&AT_ONCE)) {
+                Err(Errno::INTR) => continue,
+                result => result?,
+            };
+            let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+            let ended = events.iter().filter_map(|event| kept.remove(&event.data.u64()));
+            pieces.extend(ended.map(|export| export.piece));
+            if events.len() < MOST_AT_ONCE {
+                return Ok(pieces);
+            }
+        }
     }
 }
 
@@ -97,18 +113,19 @@ mod tests {
         let (mut ours, theirs) = UnixStream::pair().unwrap();
         send_with(&mut ours, &Reply::Done, first.as_fd()).unwrap();
         drop((first, duplicate));
+        assert!(exports.ended().unwrap().is_empty());
         drop(second);
-        assert_eq!(exports.wait().unwrap(), [2]);
+        assert_eq!(exports.ended().unwrap(), [2]);
         let (_, arrived) = receive_with::<Reply>(&theirs, &mut Vec::new()).unwrap().unwrap();
         drop(arrived);
-        assert_eq!(exports.wait().unwrap(), [1]);
+        assert_eq!(exports.ended().unwrap(), [1]);
 
         let third = exports.make(3).unwrap();
         send_with(&mut ours, &Reply::Done, third.as_fd()).unwrap();
         drop(third);
         // Nobody will ever take it out of the socket.
         drop((ours, theirs));
-        assert_eq!(exports.wait().unwrap(), [3]);
+        assert_eq!(exports.ended().unwrap(), [3]);
     }
 
     #[test]
@@ -117,8 +134,9 @@ mod tests {
         let (first, second) = (exports.make(1).unwrap(), exports.make(2).unwrap());
         rustix::io::write(&first, b"x").unwrap();
         drop(second);
-        assert_eq!(exports.wait().unwrap(), [2]);
+        assert_eq!(exports.ended().unwrap(), [2]);
         drop(first);
-        assert_eq!(exports.wait().unwrap(), [1]);
+        exports.wait().unwrap();
+        assert_eq!(exports.ended().unwrap(), [1]);
     }
 }

@@ -613,8 +613,9 @@ impl Server {
                     self.tell(id, &ToGuard::NotGranted { device, ticket, reason }, &[]);
                 }
             }
-            (ToAgent::Refused { device, reason, .. }, Some(_)) => {
+            (ToAgent::Refused { device, reason, bytes }, Some(_)) => {
                 let why = Refusal::of(reason, connection.refused.get(&device).copied());
+                debug!(pod = %connection.pod, device, bytes, ?why, "a guard refused memory");
                 ward.pages.tally.refuse(usize::try_from(device).unwrap_or(usize::MAX), why);
             }
             (ToAgent::Strength { flags }, Some(process)) => {

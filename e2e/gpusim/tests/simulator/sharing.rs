@@ -147,21 +147,27 @@ fn a_descriptor_on_its_way_keeps_memory() {
 }
 
 #[test]
-fn the_end_of_the_last_descriptor_is_seen_within_milliseconds() {
+fn what_the_last_descriptor_kept_is_free_once_that_is_closed() {
     let host = host();
-    let mut client = attach(&host);
-    let mut times = Vec::new();
-    for _ in 0..30 {
-        let id = create(&mut client, GIB);
+    let (mut client, mut other) = (attach(&host), attach(&host));
+    // More than half of the device.
+    let bytes = 60 * GIB;
+    let (rounds, mut late) = (400, 0);
+    for _ in 0..rounds {
+        let id = create(&mut client, bytes);
         let descriptor = client.export(id).unwrap();
         client.call(&Request::Free(id)).unwrap();
-        assert_eq!(used(&mut client), GIB);
+        assert_eq!(used(&mut client), bytes);
         drop(descriptor);
-        times.push(until(&mut client, 0));
+        let request = Request::Allocate { region: WHOLE, kind: MemoryKind::Physical, bytes, context: None };
+        match other.call(&request) {
+            Ok(Reply::Made(id)) => drop(other.call(&Request::Free(id)).unwrap()),
+            _ => late += 1,
+        }
+        until(&mut client, 0);
     }
-    times.sort_unstable();
-    // Of many rounds on a busy machine some are late; most must not be.
-    assert!(times[times.len() / 2] < Duration::from_millis(10), "{times:?}");
+    // A program that another test starts has a duplicate until it runs.
+    assert!(late <= rounds / 50, "{late} times it was not free yet");
 }
 
 #[test]
