@@ -22,6 +22,11 @@ pub const MAX_RETAKES: u32 = 3;
 /// A change during a sample that is never held against it: one allocation of the driver's.
 const SLACK_BYTES: u64 = 2 << 20;
 
+/// The shortest time over which a pace of growth is taken. Samples follow each other within a few
+/// milliseconds when memory changes hands: one allocation between two of those is no pace at which
+/// it would go on, and would explain another of its size away.
+const PACE_SECONDS: f64 = 0.1;
+
 /// How many of the lists are empty on most devices for good: those of graphics and of MPS. While
 /// one is, it is asked for once in [`RARE_EVERY`]; until then a first process there is unexplained.
 const RARE: usize = 2;
@@ -271,11 +276,11 @@ fn list<'a>(
 }
 
 /// How far memory in use may move within `span` seconds if it goes on as it did: by `moved`
-/// bytes in `since` seconds.
+/// bytes in `since` seconds, or in [`PACE_SECONDS`] where that is longer.
 fn allowance(moved: u64, since: f64, span: f64) -> u64 {
     // Precision does not matter here, and the conversion back saturates.
     #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-    let growth = if since > 0.0 { (moved as f64 / since * span) as u64 } else { 0 };
+    let growth = (moved as f64 / since.max(PACE_SECONDS) * span) as u64;
     growth.saturating_add(SLACK_BYTES)
 }
 
@@ -291,6 +296,13 @@ impl fmt::Debug for Device {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_allocation_just_before_explains_no_other() {
+        // A pool gave out a gibibyte two milliseconds ago; a context comes within the sample.
+        assert!(allowance(1 << 30, 0.002, 0.001) < 64 << 20);
+        assert_eq!(allowance(1 << 30, 0.002, 0.001), allowance(1 << 30, 0.1, 0.001));
+    }
 
     #[test]
     fn at_rest_only_one_small_allocation_is_explained() {
@@ -309,7 +321,7 @@ mod tests {
     #[test]
     fn absurd_numbers_saturate() {
         assert_eq!(allowance(u64::MAX, f64::MIN_POSITIVE, f64::MAX), u64::MAX);
-        assert_eq!(allowance(u64::MAX, 0.0, f64::MAX), SLACK_BYTES);
+        assert_eq!(allowance(u64::MAX, 0.0, 0.0), SLACK_BYTES);
     }
 
     #[test]
