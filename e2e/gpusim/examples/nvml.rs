@@ -27,14 +27,39 @@ fn main() {
             return;
         }
     };
-    if let Some(pid) = std::env::args().nth(1) {
-        return follow(&nvml, pid.parse().unwrap());
+    match arguments.first().map(String::as_str) {
+        Some("lines") => lines(&nvml),
+        Some("child") => child(&nvml),
+        Some(pid) => follow(&nvml, pid.parse().unwrap()),
+        None => println!("{}", look(&nvml)),
     }
+}
+
+/// `lines`: everything for each line of the input, which goes before it.
+fn lines(nvml: &Nvml) {
+    for line in std::io::stdin().lines() {
+        println!("{}: {}", line.unwrap(), look(nvml));
+    }
+}
+
+/// `child`: as `lines`, by a child of the process that opened the driver and looked once.
+fn child(nvml: &Nvml) {
+    look(nvml);
+    // SAFETY: this process has one thread, so the child has all that it needs.
+    match unsafe { libc::fork() } {
+        0 => lines(nvml),
+        // SAFETY: it is our child, and a null pointer asks for no status.
+        child => drop(unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) }),
+    }
+}
+
+/// Everything.
+fn look(nvml: &Nvml) -> Value {
     let count = nvml.device_count().unwrap();
-    let devices: Vec<Value> = (0..count).map(|index| show(&nvml, nvml.device_by_index(index))).collect();
+    let devices: Vec<Value> = (0..count).map(|index| show(nvml, nvml.device_by_index(index))).collect();
     let driver = nvml.sys_driver_version().unwrap();
     let cuda = nvml.sys_cuda_driver_version().unwrap();
-    println!("{}", json!({ "driver": driver, "cuda": cuda, "devices": devices }));
+    json!({ "driver": driver, "cuda": cuda, "devices": devices })
 }
 
 /// `limits get INDEX CGROUP` and `limits set INDEX CGROUP SOFT HARD`: the code of the call, and what

@@ -2,6 +2,7 @@
 
 use std::fs::Permissions;
 use std::io;
+use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -16,6 +17,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use crate::cgroup::Hierarchy;
 use crate::config::Config;
 use crate::driver::{ClientId, Driver};
+use crate::epoch::{Epoch, Page};
 use crate::exports::Exports;
 use crate::fault::{Fault, FaultKind};
 use crate::files;
@@ -39,18 +41,66 @@ pub struct Daemon {
 #[derive(Debug, Clone)]
 struct Shared(Arc<Host>);
 
+/// What is said beside a descriptor.
+const DONE: Result<Reply, Failure> = Ok(Reply::Done);
+
 #[derive(Debug)]
 struct Host {
-    driver: Mutex<Driver>,
+    state: Mutex<(Driver, Epoch)>,
+    /// What clients see of the epoch; none where the kernel is too old for a page that they cannot
+    /// write to.
+    page: Option<Page>,
     exports: Exports,
     socket: PathBuf,
 }
 
+/// The driver, which nobody else has meanwhile. What is done to it is published before anybody can
+/// be told that it is done.
+struct Locked<'a> {
+    state: MutexGuard<'a, (Driver, Epoch)>,
+    page: Option<&'a Page>,
+    changed: bool,
+}
+
+impl Locked<'_> {
+    /// As [`Driver::answer`].
+    fn answer(&mut self, client: ClientId, request: Request, now: Instant) -> Result<Reply, Failure> {
+        self.changed |= !request.is_read();
+        self.state.0.answer(client, request, now)
+    }
+}
+
+impl Deref for Locked<'_> {
+    type Target = Driver;
+
+    fn deref(&self) -> &Driver {
+        &self.state.0
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut Driver {
+        self.changed = true;
+        &mut self.state.0
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        let (driver, epoch) = &mut *self.state;
+        let shown = epoch.next(self.changed, driver.is_settled());
+        if let Some(page) = self.page {
+            page.publish(shown);
+        }
+    }
+}
+
 impl Shared {
     /// The driver as it is now: what was let go of before is free.
-    fn lock(&self) -> MutexGuard<'_, Driver> {
+    fn lock(&self) -> Locked<'_> {
         // A panic in one request leaves the ledger as consistent as its last statement.
-        let mut driver = self.0.driver.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut driver = Locked { state, page: self.0.page.as_ref(), changed: false };
         match self.exports().ended() {
             Ok(pieces) => pieces.into_iter().for_each(|piece| driver.end_export(piece)),
             Err(error) => tracing::error!(%error, "cannot learn of closed descriptors"),
@@ -89,8 +139,16 @@ impl Daemon {
         let listener = UnixListener::bind(path)?;
         // Pods run as any user.
         std::fs::set_permissions(path, Permissions::from_mode(0o666))?;
-        let (driver, exports) = (Mutex::new(Driver::new(config)), Exports::new()?);
-        let driver = Shared(Arc::new(Host { driver, exports, socket: path.to_owned() }));
+        let page = Page::create().inspect_err(|error| {
+            tracing::warn!(%error, "no page for the epoch: every read crosses the socket");
+        });
+        let host = Host {
+            state: Mutex::new((Driver::new(config), Epoch::default())),
+            page: page.ok(),
+            exports: Exports::new()?,
+            socket: path.to_owned(),
+        };
+        let driver = Shared(Arc::new(host));
         driver.make_files()?;
         Ok(Self { listener, driver })
     }
@@ -184,13 +242,23 @@ fn answer_requests(
             Request::Control(control) => answer_control(driver, client, control, peer),
             Request::Export(allocation) => match export(driver, client, allocation) {
                 Ok(descriptor) => {
-                    let reply: Result<Reply, Failure> = Ok(Reply::Done);
                     // Our duplicate of the descriptor ends with this statement.
-                    send_with(stream, &reply, descriptor.as_fd())?;
+                    send_with(stream, &DONE, descriptor.as_fd())?;
                     continue;
                 }
                 Err(failure) => Err(failure),
             },
+            Request::Epoch => match &driver.0.page {
+                Some(page) => {
+                    send_with(stream, &DONE, page.descriptor())?;
+                    continue;
+                }
+                None => Err(Failure::NotSupported),
+            },
+            Request::Ends => {
+                send_with(stream, &DONE, driver.exports().descriptor())?;
+                continue;
+            }
             Request::Import(descriptor) => match driver.exports().piece(descriptor) {
                 Some(piece) => driver.lock().import(client, piece),
                 None => Err(Failure::NotShareable),

@@ -116,6 +116,15 @@ impl Driver {
         self.faults_at(region).map(FaultKind::delay).sum()
     }
 
+    /// Whether every read is answered as before, at once and to each asker, for as long as nothing is
+    /// changed. Not while time gives memory back, or a fault has reads differ or last; nor while
+    /// there are limits, which hold for where a process is when it asks, and end with their cgroups.
+    pub fn is_settled(&self) -> bool {
+        self.leaving.is_empty()
+            && self.limits.is_empty()
+            && !self.faults.iter().any(|injected| injected.fault.kind.unsettles())
+    }
+
     /// The region that a request is about.
     pub(crate) fn concerns(&self, client: ClientId, request: &Request) -> Option<Region> {
         match request {
@@ -132,7 +141,9 @@ impl Driver {
             | Request::Resize { id, .. }
             | Request::Export(id) => self.ledger.place(client, *id),
             Request::Open(piece) => self.ledger.piece(*piece).map(|piece| piece.region),
-            Request::Inventory
+            Request::Epoch
+            | Request::Ends
+            | Request::Inventory
             | Request::Attach { .. }
             | Request::Import(_)
             | Request::ProcessState(_)
@@ -172,7 +183,9 @@ impl Driver {
             Request::Open(piece) => self.open(client, piece),
             Request::ProcessState(pid) => self.process_state(client, pid).map(Reply::ProcessState),
             Request::Control(control) => self.control(control),
-            Request::Export(_)
+            Request::Epoch
+            | Request::Ends
+            | Request::Export(_)
             | Request::Import(_)
             | Request::Checkpoint { .. }
             | Request::SetLimits { .. }
@@ -747,6 +760,36 @@ mod tests {
         ask(&mut driver, client, Request::Free(context), Instant::now());
         assert_eq!(compute(&mut driver, client), []);
         assert_eq!(used(&mut driver, client), 0);
+    }
+
+    #[test]
+    fn reads_are_settled_unless_time_or_a_read_or_the_reader_makes_a_difference() {
+        let mut driver = h200();
+        let (client, now) = (driver.connect(process(10)), Instant::now());
+        context(&mut driver, client);
+        for (kind, settled) in [
+            (FaultKind::Lost, true),
+            (FaultKind::Unexplained { bytes: Bytes(MIB) }, true),
+            (FaultKind::Slow { milliseconds: 1 }, false),
+            (FaultKind::Torn { bytes: Bytes(MIB), reads: None, raised: false }, false),
+        ] {
+            assert!(driver.is_settled());
+            inject(&mut driver, kind.clone());
+            assert_eq!(driver.is_settled(), settled, "{kind:?}");
+            ask(&mut driver, client, Request::Control(Control::Clear { device: None, kind: None }), now);
+        }
+
+        let cgroup = || Cgroup { path: "/pod".into(), inode: 1 };
+        driver.set_limit(WHOLE, cgroup(), 0, GIB).unwrap();
+        assert!(!driver.is_settled());
+        driver.set_limit(WHOLE, cgroup(), 0, u64::MAX).unwrap();
+        assert!(driver.is_settled());
+
+        let other = driver.connect(process(11));
+        driver.disconnect(client, now);
+        assert!(!driver.is_settled(), "memory is still to come back");
+        memory(&mut driver, other, now + Duration::from_hours(1));
+        assert!(driver.is_settled());
     }
 
     #[test]

@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
 use rustix::buffer::spare_capacity;
@@ -64,6 +64,11 @@ impl Exports {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let export = kept.get(&descriptor.inode).filter(|export| export.descriptor == descriptor)?;
         Some(export.piece)
+    }
+
+    /// What is readable while descriptors are closed everywhere of which [`Self::ended`] has not told.
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
     }
 
     /// Waits until descriptors are closed everywhere.

@@ -127,6 +127,21 @@ impl FaultKind {
         bytes.0
     }
 
+    /// Whether a read differs from the one before it, or is to last.
+    pub(crate) fn unsettles(&self) -> bool {
+        match self {
+            Self::Slow { .. } | Self::Torn { .. } => true,
+            Self::MissingProcessMemory { .. }
+            | Self::MissingMemory
+            | Self::Lost
+            | Self::Foreign { .. }
+            | Self::Zombie { .. }
+            | Self::Unexplained { .. }
+            | Self::Stuck { .. }
+            | Self::Checkpoint { .. } => false,
+        }
+    }
+
     /// The extra time of a call.
     pub(crate) fn delay(&self) -> Duration {
         match self {

@@ -82,6 +82,11 @@ pub enum MemoryKind {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", rename_all_fields = "camelCase")]
 pub enum Request {
+    /// The page of [`crate::epoch`]; it comes beside the reply.
+    Epoch,
+    /// What is readable while memory was let go of and the daemon has not taken that in; it comes
+    /// beside the reply.
+    Ends,
     /// Driver and devices.
     Inventory,
     /// Whether the region answers at all.
@@ -164,6 +169,42 @@ pub enum Request {
     },
     /// Changes or shows the simulator itself.
     Control(Control),
+}
+
+impl Request {
+    /// Whether the request changes nothing that any request is answered by. What a fault has a
+    /// read change is for [`crate::driver::Driver::is_settled`].
+    pub(crate) fn is_read(&self) -> bool {
+        match self {
+            Self::Epoch
+            | Self::Ends
+            | Self::Inventory
+            | Self::Check(_)
+            | Self::Memory(_)
+            | Self::MemoryWithinLimits(_)
+            | Self::Processes(..)
+            | Self::GetLimits { .. }
+            | Self::ProcessState(_)
+            | Self::Control(Control::Show) => true,
+            Self::Attach { .. }
+            | Self::CreateContext(_)
+            | Self::Allocate { .. }
+            | Self::Touch { .. }
+            | Self::Resize { .. }
+            | Self::Free(_)
+            | Self::Export(_)
+            | Self::Import(_)
+            | Self::Open(_)
+            | Self::SetLimits { .. }
+            | Self::Checkpoint { .. }
+            | Self::Control(_) => false,
+        }
+    }
+
+    /// Whether an observer asks this again and again, so that its answer is worth keeping.
+    pub(crate) fn is_repeated(&self) -> bool {
+        matches!(self, Self::Check(_) | Self::Memory(_) | Self::MemoryWithinLimits(_) | Self::Processes(..))
+    }
 }
 
 /// The steps by which a process's memory goes to the host and comes back.

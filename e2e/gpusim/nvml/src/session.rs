@@ -87,7 +87,7 @@ pub(crate) fn facts<T>(
 
 impl Session {
     fn open() -> Result<Self, Code> {
-        let client = Client::connect(&socket_path()).map_err(|_| Code::DriverNotLoaded)?;
+        let client = Client::observe(&socket_path()).map_err(|_| Code::DriverNotLoaded)?;
         let inventory = Inventory { driver_version: String::new(), cuda_version: 0, devices: Vec::new() };
         let mut session =
             Self { users: 1, client, owner: std::process::id(), inventory, devices: Vec::new() };
@@ -115,7 +115,7 @@ impl Session {
                 result => return Ok(result?),
             }
         }
-        self.client = Client::connect(&socket_path()).map_err(|_| Code::DriverNotLoaded)?;
+        self.client = Client::observe(&socket_path()).map_err(|_| Code::DriverNotLoaded)?;
         self.owner = std::process::id();
         Ok(self.client.call(request)?)
     }

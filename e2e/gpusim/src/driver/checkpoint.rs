@@ -129,7 +129,9 @@ impl Driver {
         stopped
             && !matches!(
                 request,
-                Request::Inventory
+                Request::Epoch
+                    | Request::Ends
+                    | Request::Inventory
                     | Request::Check(_)
                     | Request::Memory(_)
                     | Request::Processes(..)

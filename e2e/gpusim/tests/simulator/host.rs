@@ -1,6 +1,7 @@
 //! A simulated host for a test: its daemon, its libraries, and processes that use them.
 
-use std::io::{BufRead, BufReader};
+use std::cell::Cell;
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -133,6 +134,11 @@ impl Host {
         Client::connect_within(&self.socket(), PATIENCE).unwrap()
     }
 
+    /// One that asks only for what may have changed.
+    pub(crate) fn watcher(&self) -> Client {
+        Client::observe(&self.socket()).unwrap()
+    }
+
     fn socket(&self) -> PathBuf {
         self.path("gpu.sock")
     }
@@ -210,6 +216,20 @@ impl Host {
     pub(crate) fn nvml_in(&self, _: &[String], namespace: &str) -> Value {
         let mut command = self.command("nsenter");
         json(command.arg(format!("--pid={namespace}")).arg(built().examples.join("nvml")))
+    }
+
+    /// Starts a reader of NVML that keeps the driver open between its looks.
+    pub(crate) fn observer(&self) -> Observer {
+        self.observer_by(&[], "lines")
+    }
+
+    /// Starts one by another command, in a mode of the program.
+    pub(crate) fn observer_by(&self, prefix: &[String], mode: &str) -> Observer {
+        let example = built().examples.join("nvml").into_os_string();
+        let mut words = prefix.iter().map(Into::into).chain([example]);
+        let mut command = self.command(words.next().unwrap());
+        command.args(words).arg(mode).stdin(Stdio::piped());
+        Observer { process: Process::spawn(command), looks: Cell::new(0) }
     }
 
     /// One device, as that reader sees it.
@@ -344,6 +364,43 @@ impl Process {
             reader.join().unwrap();
         }
         code
+    }
+}
+
+/// A reader of NVML that keeps the driver open between its looks.
+pub(crate) struct Observer {
+    process: Process,
+    looks: Cell<u32>,
+}
+
+impl Observer {
+    /// Everything, as it sees it now.
+    pub(crate) fn look(&self) -> Value {
+        self.looks.set(self.looks.get() + 1);
+        let name = format!("look {}", self.looks.get());
+        let mut input = self.process.child.stdin.as_ref().unwrap();
+        writeln!(input, "{name}").unwrap();
+        serde_json::from_str(&self.process.await_rest(&format!("{name}: "))).unwrap()
+    }
+
+    /// Device 0, as it sees it now.
+    pub(crate) fn device(&self) -> Value {
+        self.look()["devices"][0].clone()
+    }
+
+    /// Bytes in use there.
+    pub(crate) fn used(&self) -> u64 {
+        let device = self.device();
+        device["memory"]["used"].as_u64().unwrap_or_else(|| panic!("{device}"))
+    }
+
+    /// What the kernel says of its mapping of the daemon's page.
+    pub(crate) fn page(&self) -> String {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.process.pid())).unwrap();
+        let mut pages = maps.lines().filter(|line| line.contains("memfd:gpusim-epoch"));
+        let page = pages.next().unwrap().to_owned();
+        assert_eq!(pages.next(), None);
+        page
     }
 }
 

@@ -13,6 +13,7 @@
 mod calls;
 mod host;
 mod limits;
+mod observer;
 mod sharing;
 
 use host::{GIB, Host, MIB};
