@@ -22,8 +22,8 @@ const CAPACITY: usize = 3000;
 const MOST_BYTES: usize = 900 << 10;
 /// What a token takes beside its names, in bytes: braces, fields and times.
 const TOKEN_BYTES: usize = 220;
-/// A token as young as this counts as a pod that is down, whatever the pod's state: the news of
-/// an act takes this long at most to come back as the state of its pods.
+/// A token as young as this counts as a pod that is down, or as a node that is drained, whatever its
+/// state: the news of an act takes this long at most to come back.
 const SETTLING: SignedDuration = SignedDuration::from_secs(10);
 /// How soon after a restart memory runs high again where the restart did not help.
 pub const IN_VAIN_WITHIN: SignedDuration = SignedDuration::from_secs(3600);
@@ -108,6 +108,11 @@ impl Act {
 }
 
 impl Token {
+    /// Whether the act is that no more pods are scheduled to a node, so that it can be drained.
+    fn is_cordon(&self) -> bool {
+        self.act == Some(Act::Drain) && self.pod.is_empty()
+    }
+
     /// Whether this pod came out of the restart that the token was spent on.
     fn led_to(&self, pod: &str, born: Option<Timestamp>) -> bool {
         match self.act {
@@ -308,20 +313,6 @@ impl Limits {
     pub fn halting(&self) -> Option<&str> {
         self.halt.as_ref().map(|(_, policy)| policy.as_str())
     }
-
-    /// Why no further node may be drained now, if so: as many are as pods of a workload may be down.
-    pub fn too_many_drains(&self, draining: &BTreeSet<String>) -> Option<String> {
-        let (most, policy) = self.max_unavailable.as_ref()?;
-        let refused = draining.len() >= usize::try_from(*most).unwrap_or(0);
-        let nodes: Vec<&str> = draining.iter().take(4).map(String::as_str).collect();
-        refused.then(|| {
-            format!(
-                "maxUnavailable {most} (policy {policy}): {} nodes are being drained ({}): refused",
-                draining.len(),
-                nodes.join(", ")
-            )
-        })
-    }
 }
 
 /// How much of the fleet is condemned.
@@ -344,7 +335,8 @@ pub struct Request<'a> {
     pub key: &'a str,
     /// The token as it would be stored; its time is that of the request.
     pub token: Token,
-    /// UIDs of the workload's pods that are not ready or have an act in flight.
+    /// UIDs of the workload's pods that are not ready or have an act in flight; for a cordon the names
+    /// of the nodes that are being drained.
     pub unavailable: &'a BTreeSet<String>,
     /// Whether the act is for good. Such an act needs a policy that bounds it.
     pub enforced: bool,
@@ -473,6 +465,9 @@ fn texts(said: &[Said]) -> Vec<String> {
 
 fn unavailable(ledger: &TokenLedger, request: &Request<'_>, most: i32, policy: &str) -> Said {
     let own = &request.token;
+    if own.is_cordon() {
+        return draining(ledger, request, most, policy);
+    }
     let mut down: BTreeSet<&str> = request.unavailable.iter().map(String::as_str).collect();
     down.extend(
         ledger
@@ -489,6 +484,33 @@ fn unavailable(ledger: &TokenLedger, request: &Request<'_>, most: i32, policy: &
         refused,
         until: None,
         text: format!("maxUnavailable {most} (policy {policy}): {with_victim} with this pod: {verdict}"),
+    }
+}
+
+/// As many nodes may be drained at a time as pods of a workload may be down.
+fn draining(ledger: &TokenLedger, request: &Request<'_>, most: i32, policy: &str) -> Said {
+    let own = &request.token;
+    let most_nodes = usize::try_from(most).unwrap_or(0);
+    let mut nodes: BTreeSet<&str> = request.unavailable.iter().map(String::as_str).collect();
+    nodes.remove(own.node.as_str());
+    let known = nodes.len();
+    // Of several that begin at once, none is heard of yet.
+    let is_young = |t: &&Token| t.is_cordon() && own.at.duration_since(t.at) < SETTLING && t.node != own.node;
+    let young: Vec<&Token> = ledger.tokens().filter(is_young).collect();
+    nodes.extend(young.iter().map(|t| t.node.as_str()));
+    let refused = nodes.len() >= most_nodes;
+    let some: Vec<&str> = nodes.iter().take(4).copied().collect();
+    let text = if refused {
+        format!("{} nodes are being drained ({}): refused", nodes.len(), some.join(", "))
+    } else {
+        format!("{} with this node: allowed", nodes.len() + 1)
+    };
+    let settled = young.iter().map(|t| t.at).min().and_then(|at| at.checked_add(SETTLING).ok());
+    Said {
+        refused,
+        // Of those that are known nobody knows when they end.
+        until: settled.filter(|_| refused && known < most_nodes),
+        text: format!("maxUnavailable {most} (policy {policy}): {text}"),
     }
 }
 
@@ -823,10 +845,48 @@ mod tests {
 
     #[test]
     fn as_many_nodes_are_drained_at_once_as_pods_may_be_down() {
-        let nodes = |names: &[&str]| names.iter().map(|n| (*n).to_owned()).collect::<BTreeSet<_>>();
         let limits = limits(2, &[]);
-        assert_eq!(limits.too_many_drains(&nodes(&["n1"])), None);
-        assert!(limits.too_many_drains(&nodes(&["n1", "n2"])).unwrap().contains("n1, n2"));
+        let cordon = |ledger: &TokenLedger, node: &str, known: &[&str], second: i64| {
+            let (key, known) = (key(node, node), known.iter().map(|n| (*n).to_owned()).collect());
+            let token = Token {
+                workload: format!("Node/{node}"),
+                node: node.to_owned(),
+                act: Some(Act::Drain),
+                ..token("", second)
+            };
+            let request = Request {
+                key: &key,
+                token,
+                unavailable: &known,
+                enforced: true,
+                longest_window_minutes: 60,
+                leak: None,
+            };
+            reserve(ledger, &limits, &request)
+        };
+        let refused = |answer| match answer {
+            Answer::Refused { said, retry_at } => (said.join("; "), retry_at),
+            other => panic!("{other:?}"),
+        };
+        let none = TokenLedger::default();
+        let (said, until) = refused(cordon(&none, "n3", &["n1", "n2"], 0));
+        assert!(said.contains("2 nodes are being drained (n1, n2): refused"), "{said}");
+        assert_eq!(until, None);
+        granted(cordon(&none, "n2", &["n1", "n2"], 0));
+
+        // They begin at once, and nobody has heard of the others' beginning.
+        let one = granted(cordon(&none, "n1", &[], 0));
+        let two = granted(cordon(&one, "n2", &[], 1));
+        let (said, until) = refused(cordon(&two, "n3", &[], 2));
+        assert!(said.contains("2 nodes are being drained (n1, n2): refused"), "{said}");
+        assert_eq!(until, Some(at(10)));
+        refused(cordon(&two, "n3", &["n2"], 2));
+        assert!(matches!(cordon(&two, "n2", &["n1"], 2), Answer::Reserved { ledger: None, .. }), "has begun");
+        // By then it is known which of them are still drained.
+        granted(cordon(&two, "n3", &["n2"], 11));
+        refused(cordon(&two, "n3", &["n1", "n2"], 11));
+        // An eviction from a node is none of a node.
+        granted(ask(&two, &limits, "p", 2));
     }
 
     #[test]

@@ -43,7 +43,7 @@ pub(crate) struct Reservations {
 pub(crate) struct Wanted {
     pub(crate) key: String,
     pub(crate) token: Token,
-    /// UIDs of the workload's pods that are not ready.
+    /// UIDs of the workload's pods that are not ready; for a cordon the nodes that are being drained.
     pub(crate) unavailable: BTreeSet<String>,
     pub(crate) enforced: bool,
     /// The leak that the act is for, if it is.

@@ -48,6 +48,8 @@ pub(super) struct Scene {
     pub(super) terms: Option<Terms>,
     pub(super) room: Result<Vec<String>, String>,
     asks: Asks,
+    /// The other nodes that are being drained.
+    draining: BTreeSet<String>,
     evicting: bool,
     agent_away: Option<SignedDuration>,
     paused: Option<String>,
@@ -71,6 +73,7 @@ pub(super) async fn dereference(ctx: &Context, key: &Key) -> Result<Option<Scene
         terms: None,
         room: Ok(Vec::new()),
         asks: Asks::Unknown,
+        draining: BTreeSet::new(),
         evicting: false,
         agent_away: None,
         paused: None,
@@ -128,8 +131,8 @@ impl Scene {
                 && self.pods.iter().any(|pod| pod.uid == token.pod && !pod.going)
         };
         self.evicting = ledger.has_other(self.uid(), &self.node_token().key, refused);
-        let nodes = draining.into_iter().map(|i| i.spec.node).filter(|n| *n != spec.node).collect();
-        self.refusal = self.against_beginning(ctx, &ledger, &nodes);
+        self.draining = draining.into_iter().map(|i| i.spec.node).filter(|n| *n != spec.node).collect();
+        self.refusal = self.against_beginning(ctx, &ledger);
         Ok(())
     }
 
@@ -211,7 +214,7 @@ impl Scene {
         Wanted {
             key: budget::key(self.uid(), &node),
             token: Token { workload: format!("Node/{}", self.incident.spec.node), ..self.token() },
-            unavailable: BTreeSet::new(),
+            unavailable: self.draining.clone(),
             enforced: self.is_enforced(),
             leak: None,
         }
@@ -233,15 +236,7 @@ impl Scene {
 
     /// What the budgets say against beginning: as many drains as may be, or no room in the rates for
     /// all of it.
-    fn against_beginning(
-        &self,
-        ctx: &Context,
-        ledger: &TokenLedger,
-        draining: &BTreeSet<String>,
-    ) -> Option<Refusal> {
-        if let Some(said) = self.limits.too_many_drains(draining) {
-            return Some(Refusal { said: vec![said], retry_at: None });
-        }
+    fn against_beginning(&self, ctx: &Context, ledger: &TokenLedger) -> Option<Refusal> {
         let cordon = self.node_token();
         if let Answer::Refused { said, retry_at } = cordon.ask(ctx, &self.limits, ledger) {
             return Some(Refusal { said, retry_at });
@@ -330,11 +325,13 @@ pub(super) fn refusal_key(facts: &PodFacts) -> Key {
 
 /// The other drains that are under way.
 fn drains(ctx: &Context, own: &Key) -> Vec<GpuMemoryIncident> {
-    ctx.stores.incidents(|other| {
-        carrier(&other.spec.proposed) == Carrier::Drain
-            && key(&other.metadata) != *own
-            && matches!(state(other), Some(DecisionState::Approved | DecisionState::Verifying))
-    })
+    let open = ctx.stores.incidents(|other| {
+        carrier(&other.spec.proposed) == Carrier::Drain && key(&other.metadata) != *own && is_open(other)
+    });
+    let newest = open.into_iter().map(|other| ctx.written.newest(&key(&other.metadata), &other));
+    newest
+        .filter(|other| matches!(state(other), Some(DecisionState::Approved | DecisionState::Verifying)))
+        .collect()
 }
 
 /// Whether an incident is about more of the zombie memory that another is about: later ones of one policy
