@@ -14,7 +14,7 @@ pub struct ByteSize(pub u64);
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ParseSizeError {
     /// The text has no digits, an unknown suffix, or stray characters.
-    #[error("{0:?} is not a quantity: write a number with an optional suffix such as Ki, Mi, Gi, k, M, G")]
+    #[error("{0:?} is not a quantity: {advice}", advice = advice(.0))]
     Malformed(String),
     /// A size below zero.
     #[error("{0:?} is negative: a size must be at least 0")]
@@ -22,6 +22,27 @@ pub enum ParseSizeError {
     /// More than 2^63 - 1 bytes.
     #[error("{0:?} is too large: a size is at most 8Ei - 1")]
     TooLarge(String),
+}
+
+/// What to write instead of a text that is no quantity.
+fn advice(text: &str) -> String {
+    let plain = "write a number with an optional suffix such as Ki, Mi, Gi, k, M, G".to_owned();
+    // Most who err write a space, a B for bytes, or the wrong case.
+    let text: String = text.chars().filter(|c| !c.is_whitespace()).collect();
+    let number_end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, suffix) = text.split_at(number_end);
+    let suffix = suffix.to_ascii_lowercase();
+    let binary = ["Ki", "Mi", "Gi", "Ti"].into_iter().find(|known| {
+        let known = known.to_ascii_lowercase();
+        let short = known.trim_end_matches('i');
+        [known.as_str(), short].into_iter().any(|known| suffix.strip_suffix('b').unwrap_or(&suffix) == known)
+    });
+    let Some(binary) = binary.filter(|_| number.parse::<f64>().is_ok()) else { return plain };
+    if suffix.contains('i') {
+        return format!("write {number}{binary}");
+    }
+    let decimal = if binary == "Ki" { "k" } else { binary.trim_end_matches('i') };
+    format!("write {number}{decimal}, or {number}{binary} for powers of 1024")
 }
 
 impl ByteSize {
@@ -242,6 +263,32 @@ mod tests {
         assert_eq!("-1Gi".parse::<ByteSize>(), Err(ParseSizeError::Negative("-1Gi".into())));
         for text in ["8Ei", "9223372036854775808", "1e400", "99999999999999999999999999999999999999999"] {
             assert_eq!(text.parse::<ByteSize>(), Err(ParseSizeError::TooLarge(text.into())), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_text_that_is_nearly_a_quantity_says_which() {
+        for (text, expected) in [
+            ("256MB", "\"256MB\" is not a quantity: write 256M, or 256Mi for powers of 1024"),
+            ("8 GiB", "\"8 GiB\" is not a quantity: write 8Gi"),
+            ("1.5gb", "\"1.5gb\" is not a quantity: write 1.5G, or 1.5Gi for powers of 1024"),
+            ("64KB", "\"64KB\" is not a quantity: write 64k, or 64Ki for powers of 1024"),
+            ("8gi", "\"8gi\" is not a quantity: write 8Gi"),
+            (
+                "1h",
+                "\"1h\" is not a quantity: write a number with an optional suffix such as Ki, Mi, Gi, k, M, G",
+            ),
+            (
+                "GB",
+                "\"GB\" is not a quantity: write a number with an optional suffix such as Ki, Mi, Gi, k, M, G",
+            ),
+        ] {
+            let error = text.parse::<ByteSize>().unwrap_err();
+            assert_eq!(error.to_string(), expected);
+            for size in expected.split(' ').filter(|word| word.starts_with(|c: char| c.is_ascii_digit())) {
+                let size = size.trim_end_matches(',');
+                assert!(size == "1024" || size.parse::<ByteSize>().is_ok(), "{size}");
+            }
         }
     }
 

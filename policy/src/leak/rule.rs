@@ -45,7 +45,16 @@ impl Settings {
         if let Some(size) = leaks.minimum_growth_size {
             settings.minimum_growth_bytes = size.bytes();
         }
-        if !leaks.block_milliseconds.is_empty() {
+        if leaks.block_milliseconds.is_empty() {
+            let bucket = settings.bucket_milliseconds;
+            if bucket == 0 || !settings.block_milliseconds.iter().all(|block| block.is_multiple_of(bucket)) {
+                // What is named is what was written, and not the blocks, which were not.
+                return Err(format!(
+                    "bucketMilliseconds is {bucket}: it does not divide the default blocks of 3, 10, 30 and 120 \
+                     minutes; write a divisor of 60000 such as 30000, or set blockMilliseconds too"
+                ));
+            }
+        } else {
             let blocks: Vec<u64> = leaks
                 .block_milliseconds
                 .iter()
@@ -110,6 +119,12 @@ mod tests {
     fn what_cannot_work_is_named() {
         for (leaks, expected) in [
             (json!({"sampleMilliseconds": -1}), "sampleMilliseconds is -1"),
+            (
+                json!({"bucketMilliseconds": 45_000}),
+                "bucketMilliseconds is 45000: it does not divide the default",
+            ),
+            (json!({"bucketMilliseconds": 0}), "bucketMilliseconds is 0"),
+            (json!({"bucketMilliseconds": 5000}), "bucketMilliseconds is 5000: it must be at least sample"),
             (json!({"blockMilliseconds": [60_000]}), "blockMilliseconds has 1 lengths: give 4"),
             (json!({"blockMilliseconds": [60_000, 60_000, 120_000, 180_000]}), "blockMilliseconds has 60000"),
             (json!({"horizonMilliseconds": 1000}), "horizonMilliseconds is 1000"),
