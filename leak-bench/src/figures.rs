@@ -147,7 +147,7 @@ fn costs(report: &mut Report, cost: &Cost) {
         "a detector with its windows, bytes",
         real(cost.bytes),
         &cost.bytes.to_string(),
-        Goal::Stated,
+        Goal::AtMost(4096.0),
     );
     report.figure(
         "its state and profile as written, bytes",

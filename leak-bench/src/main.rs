@@ -34,7 +34,7 @@ mod tuning;
 use std::{path::PathBuf, process::ExitCode};
 
 use anyhow::Context;
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 
 use crate::{report::Report, side::Side};
 
@@ -53,6 +53,9 @@ struct Args {
     /// Write the tables to docs/benchmarks/leaks.md.
     #[arg(long)]
     write: bool,
+    /// Replay this alone, print it, and stop: what costs little.
+    #[arg(long, value_enum, conflicts_with = "write")]
+    only: Option<Only>,
     /// Print so many wrong decisions of each family, with the reason given (even side).
     #[arg(long, default_value_t = 0)]
     wrong: usize,
@@ -70,9 +73,23 @@ struct Args {
     cases: Option<PathBuf>,
 }
 
+/// A part that can be replayed by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Only {
+    /// What was recorded on a real GPU.
+    Recorded,
+    /// The pods of the trace whose host memory collapses.
+    Collapses,
+}
+
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
     let mut report = Report::default();
+    if args.only == Some(Only::Recorded) {
+        recorded::report(&mut report, &recorded::folder(), &detect::settings())?;
+        print!("{}", report.tables());
+        return Ok(report.finish());
+    }
     let trace = args.trace.as_deref().map(trace::read).transpose()?;
     if trace.is_none() {
         report.note("HIGHWATER_TRACE names no folder: nothing of the trace is replayed.");
@@ -82,8 +99,14 @@ fn main() -> anyhow::Result<ExitCode> {
         report.note("HIGHWATER_LEAK_CASES names no table: no public report is replayed.");
     }
     let sizes = if args.quick { pools::QUICK } else { pools::FULL };
-    let jobs = pools::jobs(args.side, sizes, trace.as_ref(), &cases);
+    let mut jobs = pools::jobs(args.side, sizes, trace.as_ref(), &cases);
     let settings = detect::settings();
+    if args.only == Some(Only::Collapses) {
+        jobs.retain(|job| matches!(job, pools::Job::Traced(pools::Pool::Collapses, _)));
+        tables::collapses(&mut report, &run::run(&jobs, &settings, true));
+        print!("{}", report.tables());
+        return Ok(report.finish());
+    }
     if let Some(pod) = &args.dump {
         return tuning::dump(&jobs, pod, &settings);
     }

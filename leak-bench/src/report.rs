@@ -49,21 +49,22 @@ pub(crate) fn bounded(estimate: Estimate) -> String {
 impl Report {
     /// Prints a figure and holds it against its goal.
     pub(crate) fn figure(&mut self, what: &str, value: f64, shown: &str, goal: Goal) {
-        let (goal, holds) = match goal {
-            Goal::AtMost(most) => (format!("<= {most}"), Some(value <= most)),
-            Goal::AtLeast(least) => (format!(">= {least}"), Some(value >= least)),
-            Goal::Stated => (String::new(), None),
+        let (goal, holds, distance) = match goal {
+            Goal::AtMost(most) => (format!("<= {most}"), Some(value <= most), value - most),
+            Goal::AtLeast(least) => (format!(">= {least}"), Some(value >= least), least - value),
+            Goal::Stated => (String::new(), None, 0.0),
         };
         let verdict = match holds {
-            Some(true) => "ok",
-            Some(false) => "short",
-            None => "",
+            Some(true) => "ok".to_owned(),
+            Some(false) if distance.is_nan() => "short".to_owned(),
+            Some(false) => format!("short by {}", plain(distance)),
+            None => String::new(),
         };
         self.figures += usize::from(holds.is_some());
         self.short += usize::from(holds == Some(false));
         let goal_shown = if goal.is_empty() { goal.clone() } else { format!("goal {goal}") };
         println!("{}", format!("{what:<68} {shown:<28} {goal_shown:<14} {verdict}").trim_end());
-        self.rows.push([what.to_owned(), shown.to_owned(), goal, verdict.to_owned()]);
+        self.rows.push([what.to_owned(), shown.to_owned(), goal, verdict]);
     }
 
     /// Prints an estimate and holds its value against its goal.
@@ -118,6 +119,17 @@ mod tests {
         report.figure("a", f64::NAN, "-", Goal::AtLeast(0.9));
         report.figure("b", 1.0, "1", Goal::AtMost(1.0));
         assert_eq!((report.figures, report.short), (2, 1));
+        assert!(report.markdown().contains("| a | - | >= 0.9 | short |"));
         assert!(report.markdown().contains("| b | 1 | <= 1 | ok |"));
+    }
+
+    #[test]
+    fn what_is_short_says_by_how_much() {
+        let mut report = Report::default();
+        report.figure("a", 0.85, "0.85", Goal::AtLeast(0.92));
+        report.figure("b", 13.5, "13.5", Goal::AtMost(5.0));
+        let text = report.markdown();
+        assert!(text.contains("| a | 0.85 | >= 0.92 | short by 0.070 |"), "{text}");
+        assert!(text.contains("| b | 13.5 | <= 5 | short by 8.50 |"), "{text}");
     }
 }

@@ -345,7 +345,14 @@ fn table_rows(report: &mut Report, outcomes: &[Outcome]) {
     }
 }
 
-fn collapses(report: &mut Report, outcomes: &[Outcome]) {
+/// What each saw of the pods that collapse, and when.
+pub(crate) fn collapses(report: &mut Report, outcomes: &[Outcome]) {
+    let shown = |times: &[u64], end: u64| {
+        let before: Vec<u64> = times.iter().copied().filter(|at| *at < end).collect();
+        before.last().map_or("-".to_owned(), |last| {
+            format!("{} ({} in all)", plain(score::lead(*last, end)), before.len())
+        })
+    };
     let mut rows = Vec::new();
     for outcome in of(outcomes, Pool::Collapses) {
         let Truth::Leak { exhausted, .. } = outcome.truth else { continue };
@@ -353,21 +360,21 @@ fn collapses(report: &mut Report, outcomes: &[Outcome]) {
         for method in
             [Method::Highwater, Method::Staircase, Method::Linear, Method::Watermark88, Method::Watermark95]
         {
-            let first = outcome.of(method).and_then(|a| a.acts.iter().rev().find(|at| **at < exhausted));
-            let all = outcome.of(method).map_or(0, |a| a.acts.iter().filter(|at| **at < exhausted).count());
-            row.push(first.map_or("-".to_owned(), |at| {
-                format!("{} ({all} in all)", plain(score::lead(*at, exhausted)))
-            }));
+            row.push(outcome.of(method).map_or("-".to_owned(), |alarms| shown(&alarms.acts, exhausted)));
+        }
+        if let Some(ours) = outcome.of(Method::Highwater) {
+            row.insert(2, shown(&ours.suspects, exhausted));
         }
         rows.push(row);
     }
     if !rows.is_empty() {
         report.table(
-            "Pods of the trace whose host memory collapses: minutes from the last act to the collapse",
+            "Pods of the trace whose host memory collapses: minutes from the last alarm to the collapse",
             &[
                 "pod",
                 "collapses at, h",
-                "Highwater",
+                "Highwater suspects",
+                "Highwater acts, by the trend or the rate of rise",
                 "staircase",
                 "linear fit",
                 "watermark 88 %",
