@@ -174,10 +174,40 @@ fn a_life_that_ended_under_suspicion_says_nothing_of_what_is_usual() {
     }
     let decisions = bench.series(&text, &[]).decisions();
     let first: Vec<_> = decisions.iter().filter(|d| d["life"] == 1).map(|d| d["kind"].as_str()).collect();
-    assert_eq!(first, [Some("suspect")], "it was rolled out before an act was due");
+    assert_eq!(first, [Some("suspect"), Some("ended")], "it was rolled out before an act was due");
+    let ended = decisions.iter().find(|d| d["kind"] == "ended").unwrap();
+    assert_eq!((&ended["seconds"], &ended["class"]), (&17_990.into(), &Value::Null), "{ended}");
     assert!(decisions.iter().any(|d| d["life"] == 2 && d["kind"] == "act"));
     let told = decisions.iter().find(|d| d["reason"].as_str().unwrap().contains("healthy lives"));
     assert_eq!(told, None);
+}
+
+#[test]
+fn a_suspicion_that_is_dropped_is_said_to_be_over() {
+    let bench = Bench::new();
+    // It grows for four hours, and is level from then on.
+    let text = format!("{HEADER}\n{}", pod("a", 40, |second| leak(second.min(4 * 3600))));
+    let answer = bench.series(&text, &[]);
+    assert_eq!(answer.kinds("a"), ["suspect", "cleared"], "{}", answer.out);
+    let cleared = answer.decisions().pop().unwrap();
+    assert!(cleared["seconds"].as_u64().unwrap() > 4 * 3600, "{cleared}");
+    assert_eq!((&cleared["class"], &cleared["exhaustion_seconds"]), (&Value::Null, &Value::Null));
+    assert!(cleared["reason"].as_str().unwrap().contains("no scale has seen growth any more"), "{cleared}");
+    assert!(!answer.err.contains("under suspicion"), "{}", answer.err);
+
+    let text = format!("{HEADER}\n{}", pod("a", 4, leak));
+    let answer = bench.series(&text, &[]);
+    assert_eq!(answer.kinds("a"), ["suspect"]);
+    assert!(answer.err.contains("1 of 1 series are under suspicion where their rows end"), "{}", answer.err);
+
+    // Another device in its place: what was thought goes with what was seen.
+    let mut text = text;
+    for second in (4 * 3600..5 * 3600).step_by(10) {
+        writeln!(text, "a,0,{second},{},{}", 20 * GIB, 800 * GIB).unwrap();
+    }
+    let answer = bench.series(&text, &[]);
+    assert_eq!(answer.kinds("a"), ["suspect", "cleared"], "{}", answer.out);
+    assert_eq!(answer.decisions()[1]["seconds"], 4 * 3600);
 }
 
 #[test]

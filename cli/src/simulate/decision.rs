@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use highwater_policy::leak::{FindingKind, LeakClass};
+use highwater_policy::leak::LeakClass;
 use serde::{Serialize, Serializer};
 
 /// One decision, as it is written by `-o json`.
@@ -18,7 +18,7 @@ pub(crate) struct Decision<'a> {
     pub(crate) seconds: Seconds,
     /// What is decided.
     pub(crate) kind: Kind,
-    /// How memory grows; of leaks only, as all that follows but the reason.
+    /// How memory grows; of a suspicion and an act only, as all that follows but the reason.
     pub(crate) class: Option<&'static str>,
     /// How fast, as the best guess.
     pub(crate) slope_bytes_per_hour: Option<f64>,
@@ -49,6 +49,10 @@ pub(crate) enum Kind {
     Suspect,
     /// The pod is to be restarted before memory runs out.
     Act,
+    /// A suspicion is dropped: its incident is over.
+    Cleared,
+    /// The pod was started anew under suspicion: the incident ends with the life.
+    Ended,
     /// The lowest mark of the breaker is passed.
     Warning,
     /// The middle one is.
@@ -61,14 +65,24 @@ pub(crate) enum Kind {
 
 impl Kind {
     /// In the order in which they are counted.
-    pub(crate) const ALL: [Self; 6] =
-        [Self::Suspect, Self::Act, Self::Warning, Self::Critical, Self::Emergency, Self::Oom];
+    pub(crate) const ALL: [Self; 8] = [
+        Self::Suspect,
+        Self::Act,
+        Self::Cleared,
+        Self::Ended,
+        Self::Warning,
+        Self::Critical,
+        Self::Emergency,
+        Self::Oom,
+    ];
 
     /// As it is written.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Suspect => "suspect",
             Self::Act => "act",
+            Self::Cleared => "cleared",
+            Self::Ended => "ended",
             Self::Warning => "warning",
             Self::Critical => "critical",
             Self::Emergency => "emergency",
@@ -81,19 +95,12 @@ impl Kind {
         match self {
             Self::Suspect => 0,
             Self::Act => 1,
-            Self::Warning => 2,
-            Self::Critical => 3,
-            Self::Emergency => 4,
-            Self::Oom => 5,
-        }
-    }
-
-    /// Of a finding; none where it takes an alarm back.
-    pub(crate) fn of(finding: FindingKind) -> Option<Self> {
-        match finding {
-            FindingKind::Suspect => Some(Self::Suspect),
-            FindingKind::Act => Some(Self::Act),
-            FindingKind::Cleared => None,
+            Self::Cleared => 2,
+            Self::Ended => 3,
+            Self::Warning => 4,
+            Self::Critical => 5,
+            Self::Emergency => 6,
+            Self::Oom => 7,
         }
     }
 }

@@ -26,6 +26,7 @@ use self::{
     policy::Policy,
     progress::Progress,
     replay::Replay,
+    series::Series,
 };
 
 #[derive(Debug, clap::Args)]
@@ -182,12 +183,16 @@ fn summary(replay: &Replay<'_>) -> Vec<String> {
     if counts.repeated > 0 {
         text.push(format!("{} passed over whose time was there already", counted(counts.repeated, "sample")));
     }
-    match replay.without_capacity() {
+    let len = replay.len();
+    match replay.count(Series::is_suspected) {
+        0 => {}
+        some => text.push(format!("{some} of {len} series are under suspicion where their rows end")),
+    }
+    match replay.count(|series| !series.has_capacity()) {
         0 => {}
         some => text.push(format!(
-            "{some} of {} series have no capacity, so that nothing but suspect can be said of them: give it with \
-             --capacity, or in a CSV in the column capacity",
-            replay.len()
+            "{some} of {len} series have no capacity, so that nothing but suspect can be said of them: give it with \
+             --capacity, or in a CSV in the column capacity"
         )),
     }
     text

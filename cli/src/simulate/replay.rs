@@ -96,9 +96,9 @@ impl<'a> Replay<'a> {
         self.series.len()
     }
 
-    /// Number of series without a capacity.
-    pub(crate) fn without_capacity(&self) -> usize {
-        self.series.iter().filter(|(_, series)| !series.has_capacity()).count()
+    /// Number of series of which this is so.
+    pub(crate) fn count(&self, which: impl Fn(&Series) -> bool) -> usize {
+        self.series.iter().filter(|(_, series)| which(series)).count()
     }
 }
 

@@ -56,6 +56,8 @@ pub(crate) struct Series {
     acted: bool,
     /// What is thought of this life, as long as no act was due.
     thought: Option<(LeakStage, LeakClass)>,
+    /// A suspicion was told, and not yet that it is over.
+    told: bool,
     detector: Detector,
 }
 
@@ -72,6 +74,7 @@ impl Series {
             act: None,
             acted: false,
             thought: None,
+            told: false,
             detector: Detector::new(Arc::clone(settings)),
         }
     }
@@ -79,6 +82,11 @@ impl Series {
     /// Whether anything but suspicion is possible.
     pub(crate) fn has_capacity(&self) -> bool {
         self.capacity.is_some()
+    }
+
+    /// Whether a suspicion stands that was told.
+    pub(crate) fn is_suspected(&self) -> bool {
+        self.told
     }
 
     /// Takes a row, and calls back for each decision with where it belongs.
@@ -120,6 +128,13 @@ impl Series {
             // What ran out of memory is the life that has ended, where one has.
             decide(if begins { before } else { at }, Verdict::plain(Kind::Oom, format!("{what}; {act}")))?;
         }
+        if begins && std::mem::take(&mut self.told) {
+            // As the agent would see it: an incident about a pod ends with the pod's life.
+            decide(
+                before,
+                Verdict::plain(Kind::Ended, "the pod was started anew under suspicion".to_owned()),
+            )?;
+        }
         let mut decide = |verdict| decide(at, verdict);
         let sample = Sample {
             at: now,
@@ -131,6 +146,10 @@ impl Series {
         };
         if let Some(finding) = self.detector.push(&sample) {
             self.found(finding, now, &mut decide)?;
+        } else if self.told && !self.detector.suspects() {
+            (self.told, self.act, self.thought) = (false, None, None);
+            let why = "the capacity is that of another device: what was seen before says nothing of it";
+            decide(Verdict::plain(Kind::Cleared, why.to_owned()))?;
         }
         if let (Some(breaker), Some(share)) = (breaker, share) {
             self.trip(breaker, share, now, &mut decide)?;
@@ -170,17 +189,24 @@ impl Series {
         now: Millis,
         decide: &mut impl FnMut(Verdict) -> Result<(), E>,
     ) -> Result<(), E> {
-        match finding.kind {
+        let kind = match finding.kind {
             FindingKind::Act => {
                 self.act = Some(now);
                 self.acted = true;
+                Kind::Act
             }
-            FindingKind::Cleared => (self.act, self.thought) = (None, None),
-            FindingKind::Suspect => self.thought = Some((LeakStage::Suspect, finding.class)),
-        }
-        Kind::of(finding.kind).map_or(Ok(()), |kind| {
-            decide(Verdict { kind, reason: finding.reason.clone(), finding: Some(finding) })
-        })
+            FindingKind::Suspect => {
+                self.thought = Some((LeakStage::Suspect, finding.class));
+                Kind::Suspect
+            }
+            FindingKind::Cleared => {
+                (self.act, self.thought) = (None, None);
+                self.told = false;
+                return decide(Verdict::plain(Kind::Cleared, finding.reason));
+            }
+        };
+        self.told = true;
+        decide(Verdict { kind, reason: finding.reason.clone(), finding: Some(finding) })
     }
 
     fn trip<E>(

@@ -79,7 +79,12 @@ pub(super) struct Alarm {
 impl Alarm {
     /// The slope of a life that was suspect, in bytes an hour.
     pub(super) fn slope(&self) -> Option<f64> {
-        (self.level > Level::Calm).then_some(self.slope.mid)
+        self.is_raised().then_some(self.slope.mid)
+    }
+
+    /// Whether anything is suspected.
+    pub(super) fn is_raised(&self) -> bool {
+        self.level > Level::Calm
     }
 }
 

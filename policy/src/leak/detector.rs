@@ -133,6 +133,12 @@ impl Detector {
         alarm::present(self, now)
     }
 
+    /// Whether a suspicion stands. It may end without a finding: what was seen of another device says
+    /// nothing of this one.
+    pub fn suspects(&self) -> bool {
+        self.live.alarm.is_raised()
+    }
+
     /// Whether enough was seen since the last gap to decide anything.
     pub(super) fn decides(&self, now: Millis) -> bool {
         now.0 >= self.live.hold_until
