@@ -211,6 +211,22 @@ fn a_suspicion_that_is_dropped_is_said_to_be_over() {
 }
 
 #[test]
+fn a_policy_that_only_observes_says_so_once_and_what_it_would_do() {
+    let bench = Bench::new();
+    let policy = bench.file(
+        "policy.yaml",
+        "kind: GpuMemoryPolicy\napiVersion: highwater.dev/v1alpha1\nmetadata: {name: p}\nspec: {nodes: {}, mode: \
+         Observe, leaks: {actions: [{type: Restart}]}}\n",
+    );
+    let text = format!("{HEADER}\n{}", pod("a", 10, leak));
+    let answer = bench.series(&text, &["--policy", policy.to_str().unwrap()]);
+    assert!(answer.kinds("a").contains(&"act".to_owned()));
+    let told = "the policy is in mode Observe: it measures, opens no incident and does nothing. In mode Enforce it \
+                would have done: at act Restart";
+    assert_eq!(answer.err.matches(told).count(), 1, "{}", answer.err);
+}
+
+#[test]
 fn time_that_goes_back_is_passed_over_and_counted() {
     let bench = Bench::new();
     let clean = format!("{HEADER}\n{}", pod("leaks", 10, leak));

@@ -1,13 +1,13 @@
 //! `simulate`: replays a policy over recorded series. What decides is the code of the agent.
 
 mod decision;
-mod fields;
 mod input;
 mod oom;
 mod output;
 mod policy;
 mod progress;
 mod replay;
+mod schema;
 mod series;
 mod span;
 

@@ -2,12 +2,14 @@
 
 use std::{fs, path::Path, sync::Arc};
 
-use highwater_crds::{Breaker, BreakerScope, GpuMemoryPolicy, Watermark, WhenNobodyIsOver};
+use highwater_crds::{
+    Action, Breaker, BreakerScope, GpuMemoryPolicy, GpuMemoryPolicySpec, Mode, Watermark, WhenNobodyIsOver,
+};
 use highwater_policy::leak::Settings;
 use kube::CustomResourceExt;
 use serde_json::Value;
 
-use super::{fields, input::Fault};
+use super::{input::Fault, schema};
 
 /// What of a policy can be replayed over memory alone.
 #[derive(Clone, Debug)]
@@ -52,8 +54,7 @@ impl Policy {
     }
 
     fn parse(text: &str) -> Result<Self, Fault> {
-        let documents: Vec<Value> = serde_saphyr::from_multiple(text)
-            .map_err(|error| Fault::of_file(format!("is not YAML: {error}")))?;
+        let documents: Vec<Value> = serde_saphyr::from_multiple(text).map_err(|error| unreadable(&error))?;
         let mut policies =
             documents.into_iter().filter(|d| d.get("kind").is_some_and(|k| k == "GpuMemoryPolicy"));
         let value = policies
@@ -62,12 +63,9 @@ impl Policy {
         if policies.next().is_some() {
             return Err(Fault::of_file("holds several GpuMemoryPolicies: keep the one to be replayed"));
         }
-        let unknown =
-            fields::unknown(&value, &serde_json::to_value(GpuMemoryPolicy::crd()).unwrap_or_default());
-        if let Some(path) = unknown.first() {
-            return Err(Fault::of_file(format!(
-                "{path} is no field of a GpuMemoryPolicy: correct or remove it"
-            )));
+        let definition = serde_json::to_value(GpuMemoryPolicy::crd()).unwrap_or_default();
+        if let Some(fault) = schema::fault(&value, &definition) {
+            return Err(Fault::of_file(fault));
         }
         let policy: GpuMemoryPolicy = serde_json::from_value(value)
             .map_err(|error| Fault::of_file(format!("is no GpuMemoryPolicy: {error}")))?;
@@ -84,9 +82,9 @@ impl Policy {
         let breaker = policy
             .spec
             .breakers
-            .into_iter()
+            .iter()
             .find(|breaker| breaker.scope == BreakerScope::Device)
-            .map(|breaker| highwater_policy::breaker::filled(&breaker));
+            .map(highwater_policy::breaker::filled);
         match &breaker {
             Some(breaker) => {
                 check(breaker).map_err(|what| Fault::of_file(format!("spec.breakers: {what}")))?;
@@ -95,8 +93,57 @@ impl Policy {
                 notes.push("the policy has no breaker of the scope Device: no marks are replayed".to_owned());
             }
         }
+        notes.extend(restraint(&policy.spec, breaker.as_ref()));
         Ok(Self { settings: Arc::new(settings), breaker, notes })
     }
+}
+
+/// What is wrong with a text that is no YAML, in which line.
+fn unreadable(error: &serde_saphyr::Error) -> Fault {
+    let (plain, line) = (error.without_snippet(), error.location().map(|location| location.line()));
+    let what = match plain {
+        serde_saphyr::Error::DuplicateMappingKey { key: Some(key), .. } => {
+            format!("the field {key} is there twice: keep one")
+        }
+        serde_saphyr::Error::DuplicateMappingKey { key: None, .. } => {
+            "a field is there twice: keep one".to_owned()
+        }
+        _ => return Fault::of_file(format!("is not YAML: {error}")),
+    };
+    Fault { line, what }
+}
+
+/// What a policy would have done and, by its mode, did not; `None` where it acts.
+fn restraint(spec: &GpuMemoryPolicySpec, breaker: Option<&Breaker>) -> Option<String> {
+    let does = match spec.mode {
+        Mode::Observe => "Observe: it measures, opens no incident and does nothing",
+        Mode::DryRun => "DryRun: it opens incidents and does nothing",
+        Mode::Enforce => return None,
+    };
+    let of = |mark: fn(&Breaker) -> &Option<Watermark>| {
+        breaker.and_then(|breaker| mark(breaker).as_ref()).map_or(&[][..], |mark| &mark.actions)
+    };
+    let leaks = spec.leaks.as_ref().map_or(&[][..], |leaks| &leaks.actions);
+    let acts: Vec<String> = [
+        ("act", leaks),
+        ("warning", of(|breaker| &breaker.warning)),
+        ("critical", of(|breaker| &breaker.critical)),
+        ("emergency", of(|breaker| &breaker.emergency)),
+    ]
+    .into_iter()
+    .filter(|(_, actions)| !actions.is_empty())
+    .map(|(when, actions)| format!("at {when} {}", names(actions)))
+    .collect();
+    let would = if acts.is_empty() {
+        "nothing either, since it names no actions".to_owned()
+    } else {
+        acts.join("; ")
+    };
+    Some(format!("the policy is in mode {does}. In mode Enforce it would have done: {would}"))
+}
+
+fn names(actions: &[Action]) -> String {
+    actions.iter().map(|action| format!("{:?}", action.type_)).collect::<Vec<_>>().join(", ")
 }
 
 /// What the API server would refuse of a breaker, and what would make a replay mean nothing.
@@ -134,9 +181,10 @@ mod tests {
     use super::*;
 
     fn policy(spec: &str) -> Result<Policy, String> {
+        let mode = if spec.contains("mode:") { "" } else { "\n  mode: Enforce" };
         let text = format!(
             "apiVersion: v1\nkind: ConfigMap\n---\napiVersion: highwater.dev/v1alpha1\nkind: GpuMemoryPolicy\n\
-             metadata: {{name: a}}\nspec:\n  nodes: {{}}\n  {spec}\n"
+             metadata: {{name: a}}\nspec:\n  nodes: {{}}{mode}\n  {spec}\n"
         );
         Policy::parse(&text).map_err(|fault| fault.to_string())
     }
@@ -164,15 +212,28 @@ mod tests {
     fn what_cannot_be_replayed_is_named() {
         for (spec, expected) in [
             ("leaks: {horizonMinutes: 3}", "spec.leaks.horizonMinutes is no field"),
-            ("leaks: {horizonMilliseconds: soon}", "is no GpuMemoryPolicy: invalid type"),
+            ("leaks: {horizonMilliseconds: 1h}", "spec.leaks.horizonMilliseconds is \"1h\": write 3600000"),
+            (
+                "leaks: {minimumGrowthSize: 256MB}",
+                "spec.leaks.minimumGrowthSize: \"256MB\" is not a quantity",
+            ),
+            (
+                "leaks: {bucketMilliseconds: 45000}",
+                "spec.leaks.bucketMilliseconds is 45000: it does not divide",
+            ),
+            (
+                "leaks:\n    leadMilliseconds: 60000\n    leadMilliseconds: 1000",
+                "line 12: the field leadMilliseconds is there twice: keep one",
+            ),
             ("leaks: {actAbovePercent: 101}", "spec.leaks.actAbovePercent is 101"),
-            ("leaks: 5", "is no GpuMemoryPolicy: invalid type"),
+            ("leaks: 5", "spec.leaks is 5: write"),
+            ("quota: {default: {limit: 0}}", "spec.quota.default.limit is 0: write"),
             ("breaker: []", "spec.breaker is no field"),
             ("breakers: [{scope: Device, warning: {trip: 60}}]", "spec.breakers[0].warning.trip is no field"),
             ("breakers: [{scope: Device}]", "spec.breakers: give at least one"),
             (
                 "breakers: [{scope: Device, warning: {tripPercent: 160, clearPercent: 5}}]",
-                "spec.breakers: warning.trip",
+                "spec.breakers[0].warning.tripPercent is 160: write",
             ),
             (
                 "breakers: [{scope: Device, warning: {tripPercent: 60, clearPercent: 60}}]",
@@ -182,11 +243,32 @@ mod tests {
                 "breakers: [{scope: Device, warning: {tripPercent: 60, clearPercent: 5}, emergency: {tripPercent: 50, clearPercent: 6}}]",
                 "spec.breakers: levels are out of order: warning has to trip below emergency",
             ),
-            ("mode: Kill", "is no GpuMemoryPolicy"),
+            ("mode: Kill", "spec.mode is \"Kill\": write Observe, DryRun or Enforce"),
         ] {
             let error = policy(spec).unwrap_err();
             assert!(error.starts_with(expected), "{spec}: {error}");
         }
+    }
+
+    #[test]
+    fn a_policy_that_does_nothing_says_so_and_what_it_would_do() {
+        let note = |spec: &str| policy(spec).unwrap().notes.pop().unwrap();
+        assert_eq!(
+            note("mode: Observe\n  leaks: {actions: [{type: Signal}, {type: Restart}]}"),
+            "the policy is in mode Observe: it measures, opens no incident and does nothing. In mode Enforce it \
+             would have done: at act Signal, Restart"
+        );
+        let breaker = "breakers: [{scope: Device, preset: ReclaimRefuse}]";
+        let dry = note(&format!("mode: DryRun\n  {breaker}"));
+        assert!(
+            dry.contains("mode DryRun") && dry.contains("at warning Signal, Reclaim; at critical "),
+            "{dry}"
+        );
+        assert!(note("mode: Observe\n  leaks: {}").ends_with("nothing either, since it names no actions"));
+        assert!(!note("mode: Enforce\n  leaks: {}").contains("mode"));
+        // Absent, it is Observe.
+        let text = "kind: GpuMemoryPolicy\nmetadata: {name: a}\nspec: {nodes: {}}\n";
+        assert!(Policy::parse(text).unwrap().notes.pop().unwrap().contains("mode Observe"));
     }
 
     #[test]
