@@ -211,6 +211,90 @@ fn a_suspicion_that_is_dropped_is_said_to_be_over() {
 }
 
 #[test]
+fn a_quota_is_what_a_pod_can_come_to() {
+    let bench = Bench::new();
+    let policy = |quota: &str| {
+        let text = format!(
+            "apiVersion: highwater.dev/v1alpha1\nkind: GpuMemoryPolicy\nmetadata: {{name: p}}\n\
+             spec: {{nodes: {{}}, mode: Enforce, leaks: {{}}, quota: {{{quota}}}}}\n"
+        );
+        bench.file("policy.yaml", text).to_str().unwrap().to_owned()
+    };
+    let act = |answer: &Answer| {
+        let decisions = answer.decisions();
+        decisions.iter().find(|d| d["kind"] == "act").map(|d| d["seconds"].as_u64().unwrap())
+    };
+    let text = format!("{HEADER}\n{}", pod("a", 10, leak));
+    let whole = act(&bench.series(&text, &["--policy", &policy("")])).unwrap();
+    // 50 GiB are reached after five hours, not after ten.
+    let limited = policy("default: {limit: 50Gi}");
+    let answer = bench.series(&text, &["--policy", &limited]);
+    assert!(act(&answer).unwrap() < 5 * 3600 && whole > 8 * 3600, "{whole}: {}", answer.out);
+    assert!(answer.out.contains("of 50.0 GiB, full in"), "{}", answer.out);
+    assert!(answer.err.contains("1 of 1 series have a limit by the quota of the policy"), "{}", answer.err);
+    // It is known even where the size of the device is not, and never more than that.
+    let without: String = text.lines().flat_map(|line| [line.rsplit_once(',').unwrap().0, "\n"]).collect();
+    let bare = bench.series(&without, &["--policy", &limited]);
+    assert_eq!(act(&bare), act(&answer));
+    assert!(bare.err.contains("neither marks nor oom can be said"), "{}", bare.err);
+    assert_eq!(act(&bench.series(&text, &["--policy", &policy("default: {limit: 800Gi}")])), Some(whole));
+    // It says nothing of memory on the host.
+    let host = text.replace("a,0,", "a,host,");
+    assert_eq!(act(&bench.series(&host, &["--policy", &limited])), Some(whole));
+}
+
+#[test]
+fn rules_of_a_quota_select_by_labels_that_the_recording_or_the_command_line_gives() {
+    let bench = Bench::new();
+    let policy = bench.file(
+        "policy.yaml",
+        "kind: GpuMemoryPolicy\napiVersion: highwater.dev/v1alpha1\nmetadata: {name: p}\nspec:\n  nodes: {}\n  \
+         mode: Enforce\n  leaks: {}\n  quota:\n    rules:\n      - {name: small, limit: 50Gi, pods: {matchLabels: \
+         {tier: small}}}\n",
+    );
+    let policy = policy.to_str().unwrap();
+    let plain = format!("{HEADER}\n{}{}", pod("a", 10, leak), pod("b", 10, leak));
+    let labelled: String = plain
+        .lines()
+        .map(|line| match line.split(',').next() {
+            Some("pod") => format!("{line},tier\n"),
+            Some("a") => format!("{line},small\n"),
+            _ => format!("{line},\n"),
+        })
+        .collect();
+    let act = |answer: &Answer, pod: &str| {
+        let decisions = answer.decisions();
+        decisions.iter().find(|d| d["kind"] == "act" && d["pod"] == pod).unwrap()["seconds"].as_u64().unwrap()
+    };
+    let answer = bench.series(&labelled, &["--policy", policy]);
+    assert!(act(&answer, "a") < 5 * 3600 && act(&answer, "b") > 8 * 3600, "{}", answer.out);
+    assert!(answer.err.contains("1 of 2 series have a limit"), "{}", answer.err);
+    assert!(!answer.err.contains("is not read"), "{}", answer.err);
+
+    let answer = bench.series(&plain, &["--policy", policy]);
+    assert!(act(&answer, "a") > 8 * 3600);
+    let told = "2 of 2 series have no limit here, since the recording does not give the label tier";
+    assert!(answer.err.contains(told), "{}", answer.err);
+
+    let answer = bench.series(&plain, &["--policy", policy, "--labels", "tier=small,app=x"]);
+    assert!(act(&answer, "a") < 5 * 3600 && act(&answer, "b") < 5 * 3600, "{}", answer.out);
+    assert!(answer.err.contains("--labels app decides nothing"), "{}", answer.err);
+}
+
+#[test]
+fn pod_and_device_may_have_other_names_in_a_table_too() {
+    let bench = Bench::new();
+    let text = format!("{HEADER}\n{}", pod("a", 10, leak));
+    let renamed = text.replacen("pod,device", "server,slot", 1);
+    let answer = bench.series(&renamed, &["--pod-label", "server", "--device-label", "slot"]);
+    assert_eq!(answer.out, bench.series(&text, &[]).out);
+    let answer = bench.series(&text, &["--pod-label", "server"]);
+    assert_eq!(answer.status, 2);
+    assert!(answer.err.contains("line 1: there is no column server among"), "{}", answer.err);
+    assert_eq!(bench.series(&text, &["--pod-label", ""]).status, 2);
+}
+
+#[test]
 fn a_policy_that_only_observes_says_so_once_and_what_it_would_do() {
     let bench = Bench::new();
     let policy = bench.file(
@@ -379,7 +463,7 @@ fn bad_input_ends_with_status_2_and_the_line() {
     assert!(folder.err.contains("/: is a folder: name a file"), "{}", folder.err);
     let latin = bench.file("latin.csv", b"pod,device,seconds,bytes\nb\xe4r,0,1,2\n");
     let latin = Bench::run(&["simulate", "--series", latin.to_str().unwrap()]);
-    assert!(latin.err.contains("latin.csv: line 2: column pod is no UTF-8 text"), "{}", latin.err);
+    assert!(latin.err.contains("latin.csv: line 2: the name of the pod is no UTF-8 text"), "{}", latin.err);
 }
 
 #[test]
@@ -389,7 +473,7 @@ fn the_command_line_says_what_is_missing() {
         vec!["simulate"],
         vec!["simulate", "--series", "a", "--prometheus-range", "b"],
         vec!["simulate", "--series", "a", "--capacity", "0"],
-        vec!["simulate", "--series", "a", "--pod-label", "x"],
+        vec!["simulate", "--series", "a", "--labels", "tier"],
     ] {
         assert_eq!(Bench::run(&args).status, 2, "{args:?}");
     }

@@ -6,6 +6,7 @@ mod oom;
 mod output;
 mod policy;
 mod progress;
+mod quota;
 mod replay;
 mod schema;
 mod series;
@@ -16,7 +17,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use clap::ValueEnum;
+use clap::{ValueEnum, builder::NonEmptyStringValueParser};
 use highwater_crds::ByteSize;
 
 use self::{
@@ -41,18 +42,25 @@ pub(crate) struct Args {
     /// Memory that there is, such as 80Gi, wherever the recording does not say.
     #[arg(long, value_name = "SIZE", value_parser = capacity)]
     capacity: Option<ByteSize>,
-    /// Label that names the pod [default: exported_pod, then pod].
-    #[arg(long, value_name = "LABEL", requires = "prometheus_range")]
+    /// Label, or column of a CSV, that names the pod [default: exported_pod, then pod; column pod].
+    #[arg(long, value_name = "LABEL", value_parser = NonEmptyStringValueParser::new())]
     pod_label: Option<String>,
-    /// Label that names the device [default: device, then UUID, then gpu].
-    #[arg(long, value_name = "LABEL", requires = "prometheus_range")]
+    /// Label, or column of a CSV, that names the device [default: device, then UUID, then gpu; column
+    /// device].
+    #[arg(long, value_name = "LABEL", value_parser = NonEmptyStringValueParser::new())]
     device_label: Option<String>,
+    /// Labels that the pods have, wherever the recording does not say: by them the rules of the
+    /// policy's quota select.
+    #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',', value_parser = quota::label)]
+    labels: Vec<(String, String)>,
     /// How decisions are written.
     #[arg(short, long, value_name = "FORMAT", default_value = "table")]
     output: Format,
 }
 
-const EXAMPLES: &str = "Exit status: 0 when the recording was replayed, 2 when a file has to be changed.
+const EXAMPLES: &str =
+    "Exit status: 0 when the recording was replayed, 1 when what is found cannot be written, 2 when a
+file or the command line has to be changed.
 
 Examples:
   kubectl highwater simulate --series week.csv.gz --policy serving.yaml
@@ -121,8 +129,18 @@ pub(crate) fn run(args: &Args) -> Result<(), Error> {
         Format::Table => Box::new(Table::new(into)),
         Format::Json => Box::new(Json(into)),
     };
-    let mut replay = Replay::new(&policy, args.capacity.map(ByteSize::bytes));
-    let read = read(args, &mut replay, &mut *output);
+    let asked = || policy.quota.iter().flat_map(|quota| quota.keys());
+    for (key, _) in args.labels.iter().filter(|(key, _)| asked().all(|asked| asked != key)) {
+        say(&format!("--labels {key} decides nothing: no rule of the policy's quota asks for it"));
+    }
+    let labels = Labels {
+        pod: args.pod_label.clone(),
+        device: args.device_label.clone(),
+        asked: asked().map(str::to_owned).collect(),
+    };
+    let given = args.labels.iter().cloned().collect();
+    let mut replay = Replay::new(&policy, args.capacity.map(ByteSize::bytes), given);
+    let read = read(args, &labels, &mut replay, &mut *output);
     // What was decided before a fault stands.
     let written = output.finish(read.is_ok()).map_err(Error::Output);
     let notes = read?;
@@ -134,7 +152,12 @@ pub(crate) fn run(args: &Args) -> Result<(), Error> {
 }
 
 /// Reads the recording through. Returns what is to be said of it.
-fn read(args: &Args, replay: &mut Replay<'_>, output: &mut dyn Output) -> Result<Vec<String>, Error> {
+fn read(
+    args: &Args,
+    labels: &Labels,
+    replay: &mut Replay<'_>,
+    output: &mut dyn Output,
+) -> Result<Vec<String>, Error> {
     let file = args.from.series.as_ref().or(args.from.prometheus_range.as_ref());
     // The command line lets nothing pass that names none.
     let file = file.ok_or_else(|| Error::Input("name a recording, by --series".to_owned()))?;
@@ -145,10 +168,9 @@ fn read(args: &Args, replay: &mut Replay<'_>, output: &mut dyn Output) -> Result
         replay.take(line, row, output)
     };
     let read = if args.from.series.is_some() {
-        read_csv(source, &mut each)
+        read_csv(source, labels, &mut each)
     } else {
-        let labels = Labels::new(args.pod_label.as_deref(), args.device_label.as_deref());
-        read_prometheus(source, &labels, &mut each).map(|()| Vec::new())
+        read_prometheus(source, labels, &mut each).map(|()| Vec::new())
     };
     progress.finish();
     read.map_err(|stop| Error::of(file, stop))
@@ -188,10 +210,32 @@ fn summary(replay: &Replay<'_>) -> Vec<String> {
         0 => {}
         some => text.push(format!("{some} of {len} series are under suspicion where their rows end")),
     }
-    match replay.count(|series| !series.has_capacity()) {
+    match replay.count(Series::has_quota) {
+        0 => {}
+        some => text.push(format!(
+            "{some} of {len} series have a limit by the quota of the policy: that is what they can come to, and by it \
+             leaks are judged; marks and oom are judged by the capacity"
+        )),
+    }
+    if let Some(label) = &counts.wanted_label {
+        text.push(format!(
+            "{} of {len} series have no limit here, since the recording does not give the label {label}, by which the \
+             rules of the quota select: give it in a CSV in a column of that name, or for all pods by --labels \
+             {label}=VALUE",
+            counts.without_quota
+        ));
+    }
+    match replay.count(|series| !series.has_capacity() && !series.has_quota()) {
         0 => {}
         some => text.push(format!(
             "{some} of {len} series have no capacity, so that nothing but suspect can be said of them: give it with \
+             --capacity, or in a CSV in the column capacity"
+        )),
+    }
+    match replay.count(|series| !series.has_capacity() && series.has_quota()) {
+        0 => {}
+        some => text.push(format!(
+            "{some} of {len} series have no capacity, so that neither marks nor oom can be said of them: give it with \
              --capacity, or in a CSV in the column capacity"
         )),
     }

@@ -9,7 +9,7 @@ use highwater_policy::leak::Settings;
 use kube::CustomResourceExt;
 use serde_json::Value;
 
-use super::{input::Fault, schema};
+use super::{input::Fault, quota::Quota, schema};
 
 /// What of a policy can be replayed over memory alone.
 #[derive(Clone, Debug)]
@@ -18,6 +18,8 @@ pub(crate) struct Policy {
     pub(crate) settings: Arc<Settings>,
     /// The watermarks of a device; `None` where the policy has none.
     pub(crate) breaker: Option<Breaker>,
+    /// What it lets pods have; `None` where it says nothing of that.
+    pub(crate) quota: Option<Quota>,
     /// What is to be said of it.
     pub(crate) notes: Vec<String>,
 }
@@ -40,6 +42,7 @@ impl Default for Policy {
                 emergency: mark(95, 90, 0),
                 when_nobody_is_over: WhenNobodyIsOver::None,
             }),
+            quota: None,
             notes: Vec::new(),
         }
     }
@@ -94,7 +97,9 @@ impl Policy {
             }
         }
         notes.extend(restraint(&policy.spec, breaker.as_ref()));
-        Ok(Self { settings: Arc::new(settings), breaker, notes })
+        let name = policy.metadata.name.unwrap_or_default();
+        let quota = policy.spec.quota.map(|quota| Quota::new(&name, quota));
+        Ok(Self { settings: Arc::new(settings), breaker, quota, notes })
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, str, sync::Arc};
 
-use highwater_policy::leak::Settings;
+use highwater_policy::{leak::Settings, pod::Labels};
 
 use super::{
     decision::{Decision, Kind},
@@ -12,8 +12,11 @@ use super::{
     series::{Series, Taken},
 };
 
+/// The device of a series of host memory.
+const HOST: &[u8] = b"host";
+
 /// What is to be said at the end.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
     /// Rows looked at,
     pub(crate) samples: u64,
@@ -22,6 +25,10 @@ pub(crate) struct Counts {
     /// Rows passed over because their time went back, and the line of the first.
     pub(crate) backwards: u64,
     pub(crate) first_backwards: Option<u64>,
+    /// Series whose quota is not known,
+    pub(crate) without_quota: u64,
+    /// and the label that would have to be known of the first.
+    pub(crate) wanted_label: Option<String>,
     /// Rows passed over because their time was there already.
     pub(crate) repeated: u64,
     /// Decisions, in the order of [`Kind::ALL`].
@@ -34,6 +41,8 @@ pub(crate) struct Replay<'a> {
     settings: Arc<Settings>,
     /// Taken where the file gives none.
     capacity: Option<u64>,
+    /// Labels of pods, taken where the file gives none.
+    labels: Labels,
     /// Index of each series by `pod`, 0, `device`.
     index: HashMap<Arc<[u8]>, usize>,
     series: Vec<(Arc<[u8]>, Series)>,
@@ -45,11 +54,12 @@ pub(crate) struct Replay<'a> {
 }
 
 impl<'a> Replay<'a> {
-    pub(crate) fn new(policy: &'a Policy, capacity: Option<u64>) -> Self {
+    pub(crate) fn new(policy: &'a Policy, capacity: Option<u64>, labels: Labels) -> Self {
         Self {
             policy,
             settings: Arc::clone(&policy.settings),
             capacity,
+            labels,
             index: HashMap::new(),
             series: Vec::new(),
             last: 0,
@@ -120,17 +130,34 @@ impl Replay<'_> {
         if let Some(&at) = self.index.get(self.name.as_slice()) {
             return Ok(at);
         }
-        for (column, text) in [("pod", row.pod), ("device", row.device)] {
+        for (what, text) in [("pod", row.pod), ("device", row.device)] {
             if str::from_utf8(text).is_err() || text.contains(&0) {
-                let what = format!("column {column} is no UTF-8 text: save the file as UTF-8");
+                let what = format!("the name of the {what} is no UTF-8 text: save the file as UTF-8");
                 return Err(Stop::Fault(Fault { line, what }));
             }
         }
         let at = self.series.len();
         let name: Arc<[u8]> = self.name.as_slice().into();
         self.index.insert(Arc::clone(&name), at);
-        self.series.push((name, Series::new(&self.settings, self.capacity)));
+        let quota = self.quota(row);
+        self.series.push((name, Series::new(&self.settings, self.capacity, quota)));
         Ok(at)
+    }
+
+    /// What the policy lets the pod of a row have; `None` where it does not say, or nobody can tell. A
+    /// quota is of devices, not of the host.
+    fn quota(&mut self, row: &Row<'_>) -> Option<u64> {
+        if row.device.eq_ignore_ascii_case(HOST) {
+            return None;
+        }
+        match self.policy.quota.as_ref()?.limit(row.labels, &self.labels) {
+            Ok(limit) => limit,
+            Err(label) => {
+                self.counts.without_quota += 1;
+                self.counts.wanted_label.get_or_insert(label);
+                None
+            }
+        }
     }
 }
 

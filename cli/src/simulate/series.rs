@@ -45,7 +45,10 @@ pub(crate) struct Series {
     seen: Option<u64>,
     /// What is added to that time, so that it goes on where a new life counts from 0 again.
     offset: i64,
+    /// Memory that there is.
     capacity: Option<u64>,
+    /// What the policy lets the pod have of it.
+    quota: Option<u64>,
     level: breaker::State,
     /// The level has been Emergency in this life.
     tripped: bool,
@@ -62,12 +65,13 @@ pub(crate) struct Series {
 }
 
 impl Series {
-    pub(crate) fn new(settings: &Arc<Settings>, capacity: Option<u64>) -> Self {
+    pub(crate) fn new(settings: &Arc<Settings>, capacity: Option<u64>, quota: Option<u64>) -> Self {
         Self {
             life: None,
             seen: None,
             offset: 0,
             capacity,
+            quota,
             level: breaker::State::default(),
             tripped: false,
             oom: oom::Watch::default(),
@@ -79,9 +83,23 @@ impl Series {
         }
     }
 
-    /// Whether anything but suspicion is possible.
+    /// What the pod can come to: as the agent says, its limit where it has one, and no more than there
+    /// is.
+    fn reach(&self) -> Option<u64> {
+        match (self.capacity, self.quota) {
+            (Some(capacity), Some(quota)) => Some(capacity.min(quota)),
+            (capacity, quota) => capacity.or(quota),
+        }
+    }
+
+    /// Whether it is known how much memory there is, so that marks can be passed.
     pub(crate) fn has_capacity(&self) -> bool {
         self.capacity.is_some()
+    }
+
+    /// Whether the policy gives the pod a limit.
+    pub(crate) fn has_quota(&self) -> bool {
+        self.quota.is_some()
     }
 
     /// Whether a suspicion stands that was told.
@@ -139,7 +157,7 @@ impl Series {
         let sample = Sample {
             at: now,
             bytes: row.bytes,
-            capacity: self.capacity,
+            capacity: self.reach(),
             work: row.work,
             host_bytes: row.host_bytes,
             ..Sample::default()
@@ -282,7 +300,7 @@ mod tests {
     /// Feeds `(life, seconds, percent)` and returns what became of each, and the decisions.
     fn replay(rows: &[(Option<i64>, u64, Option<u64>)]) -> (Vec<Taken>, Vec<(i64, Kind)>) {
         let policy = Policy::default();
-        let mut series = Series::new(&policy.settings, Some(100));
+        let mut series = Series::new(&policy.settings, Some(100), None);
         let mut decisions = Vec::new();
         let taken = rows
             .iter()

@@ -3,15 +3,17 @@
 use std::io::BufRead;
 
 use super::{
-    Each, Fault, Row, Stop,
+    Each, Fault, Labels, PodLabels, Row, Stop,
     lines::{Fields, Lines},
     number,
     number::Misfit,
     shown,
 };
 
-/// The columns that a file has to have.
-const REQUIRED: [&str; 4] = ["pod", "device", "seconds", "bytes"];
+/// The columns that a file has to have, beside those that name pod and device,
+const REQUIRED: [&str; 2] = ["seconds", "bytes"];
+/// which are these where nobody says otherwise.
+const NAMES: [&str; 2] = ["pod", "device"];
 /// Those that it may have.
 const OPTIONAL: [&str; 4] = ["capacity", "work", "host_bytes", "life"];
 
@@ -28,19 +30,22 @@ struct Columns {
     work: Option<usize>,
     host_bytes: Option<usize>,
     life: Option<usize>,
+    /// Labels of pods, by the names that are asked for.
+    labels: Vec<(String, usize)>,
+    /// What the column is called that names the pod.
+    pod_name: String,
     count: usize,
 }
 
 /// Reads a file and hands on each row with its line. Returns what is to be said of it although it
 /// could be read.
-pub(crate) fn read(source: impl BufRead, each: &mut Each<'_>) -> Result<Vec<String>, Stop> {
+pub(crate) fn read(source: impl BufRead, labels: &Labels, each: &mut Each<'_>) -> Result<Vec<String>, Stop> {
     let mut lines = Lines::new(source);
     let Some((line, header)) = lines.next()? else {
-        return Err(
-            Fault::of_file(format!("is empty: its first line has to be {}", REQUIRED.join(","))).into()
-        );
+        let required = required(labels).join(",");
+        return Err(Fault::of_file(format!("is empty: its first line has to be {required}")).into());
     };
-    let (columns, notes) = Columns::find(header).map_err(|what| Fault::at(line, what))?;
+    let (columns, notes) = Columns::find(header, labels).map_err(|what| Fault::at(line, what))?;
     while let Some((line, fields)) = lines.next()? {
         let row = columns.row(fields).map_err(|what| Fault::at(line, what))?;
         each(Some(line), &row)?;
@@ -48,50 +53,64 @@ pub(crate) fn read(source: impl BufRead, each: &mut Each<'_>) -> Result<Vec<Stri
     Ok(notes)
 }
 
+/// What the columns are called that a file has to have: pod and device first.
+fn required(labels: &Labels) -> [&str; 4] {
+    let [pod, device] = NAMES;
+    let [seconds, bytes] = REQUIRED;
+    [labels.pod.as_deref().unwrap_or(pod), labels.device.as_deref().unwrap_or(device), seconds, bytes]
+}
+
 impl Columns {
     /// The columns of a header, and what is to be said of it.
-    fn find(header: Fields<'_>) -> Result<(Self, Vec<String>), String> {
+    fn find(header: Fields<'_>, labels: &Labels) -> Result<(Self, Vec<String>), String> {
+        let all @ [pod, device, seconds, bytes] = required(labels);
         let name = |at| String::from_utf8_lossy(header.get(at)).to_lowercase();
         let names: Vec<String> = (0..header.len()).map(name).collect();
-        let at = |name: &str| names.iter().position(|have| have == name);
-        for name in REQUIRED.into_iter().chain(OPTIONAL) {
-            if names.iter().filter(|have| *have == name).count() > 1 {
+        let is = |have: &String, name: &str| *have == name.to_lowercase();
+        let at = |name: &str| names.iter().position(|have| is(have, name));
+        let asked = || labels.asked.iter().map(String::as_str);
+        for name in all.into_iter().chain(OPTIONAL).chain(asked()) {
+            if names.iter().filter(|have| is(have, name)).count() > 1 {
                 return Err(format!("there are two columns {name}: keep one"));
             }
         }
-        let required = |name: &str| {
+        let needed = |name: &str| {
             at(name).ok_or_else(|| {
                 format!(
                     "there is no column {name} among {}: name the columns {} (and, where known, {})",
                     shown(names.join(",").as_bytes()),
-                    REQUIRED.join(","),
+                    all.join(","),
                     OPTIONAL.join(",")
                 )
             })
         };
-        let unknown =
-            |name: &&String| !REQUIRED.contains(&name.as_str()) && !OPTIONAL.contains(&name.as_str());
+        let known = |name: &String| {
+            let mut known = all.into_iter().chain(OPTIONAL).chain(asked());
+            known.any(|known| is(name, known))
+        };
         let notes = names
             .iter()
-            .filter(unknown)
+            .filter(|name| !known(name))
             .map(|name| format!("column {} is not read: it has no meaning here", shown(name.as_bytes())))
             .collect();
         let columns = Self {
-            pod: required("pod")?,
-            device: required("device")?,
-            seconds: required("seconds")?,
-            bytes: required("bytes")?,
+            pod: needed(pod)?,
+            device: needed(device)?,
+            seconds: needed(seconds)?,
+            bytes: needed(bytes)?,
             capacity: at("capacity"),
             work: at("work"),
             host_bytes: at("host_bytes"),
             life: at("life"),
+            labels: asked().filter_map(|name| at(name).map(|at| (name.to_owned(), at))).collect(),
+            pod_name: pod.to_owned(),
             count: names.len(),
         };
         Ok((columns, notes))
     }
 
     /// A row, or what is wrong with it.
-    fn row<'a>(&self, fields: Fields<'a>) -> Result<Row<'a>, String> {
+    fn row<'a>(&'a self, fields: Fields<'a>) -> Result<Row<'a>, String> {
         if fields.len() != self.count {
             return Err(format!(
                 "there are {} fields where the first line names {}: a comma too many or too few, or the line is cut",
@@ -118,9 +137,10 @@ impl Columns {
             work: optional(self.work).map(work).transpose()?,
             host_bytes: optional(self.host_bytes).map(|text| whole("host_bytes", text)).transpose()?,
             life: optional(self.life).map(life).transpose()?,
+            labels: PodLabels::Columns(&self.labels, fields),
         };
         if row.pod.is_empty() {
-            return Err("column pod is empty: every row needs one".to_owned());
+            return Err(format!("column {} is empty: every row needs a pod", self.pod_name));
         }
         Ok(row)
     }
@@ -184,8 +204,12 @@ mod tests {
 
     /// Line, pod and device, milliseconds, bytes and life of each row; the notes; or the fault.
     fn rows(text: &str) -> Result<(Vec<Read>, Vec<String>), String> {
+        rows_by(&Labels::default(), text)
+    }
+
+    fn rows_by(labels: &Labels, text: &str) -> Result<(Vec<Read>, Vec<String>), String> {
         let mut rows = Vec::new();
-        let notes = read(text.as_bytes(), &mut |line, row| {
+        let notes = read(text.as_bytes(), labels, &mut |line, row| {
             let name =
                 format!("{}@{}", String::from_utf8_lossy(row.pod), String::from_utf8_lossy(row.device));
             rows.push((line, name, row.milliseconds, row.bytes, row.life));
@@ -213,10 +237,40 @@ mod tests {
     }
 
     #[test]
+    fn pod_and_device_may_stand_in_columns_of_other_names() {
+        let labels =
+            Labels { pod: Some("Server".to_owned()), device: Some("gpu".to_owned()), asked: Vec::new() };
+        let (rows, notes) = rows_by(&labels, "pod,server,gpu,seconds,bytes\nx,a,3,1,5\n").unwrap();
+        assert_eq!(rows, [(Some(2), "a@3".to_owned(), 1000, Some(5), None)]);
+        assert_eq!(notes, ["column \"pod\" is not read: it has no meaning here"]);
+        let fault = |text| rows_by(&labels, text).unwrap_err();
+        assert!(fault("").contains("its first line has to be Server,gpu,seconds,bytes"));
+        let error = fault("pod,device,seconds,bytes\n");
+        assert!(error.starts_with("line 1: there is no column Server among"), "{error}");
+        assert!(fault("server,gpu,seconds,bytes\n,3,1,5\n").starts_with("line 2: column Server is empty"));
+    }
+
+    #[test]
+    fn labels_that_are_asked_for_stand_in_columns_of_their_names() {
+        let labels = Labels { asked: vec!["Tier".to_owned(), "app".to_owned()], ..Labels::default() };
+        let mut found = Vec::new();
+        let text = "pod,device,seconds,bytes,tier,extra\na,0,1,5,serving,x\na,0,2,5,,x\n";
+        let notes = read(text.as_bytes(), &labels, &mut |_, row| {
+            found.push((row.labels.get("Tier"), row.labels.get("app"), row.labels.get("extra")));
+            Ok(())
+        });
+        let serving = |text: &str| Some(text.to_owned());
+        assert_eq!(found, [(serving("serving"), None, None), (serving(""), None, None)]);
+        assert_eq!(notes.unwrap(), ["column \"extra\" is not read: it has no meaning here"]);
+        let twice = "pod,device,seconds,bytes,tier,tier\n";
+        assert!(rows_by(&labels, twice).unwrap_err().contains("there are two columns Tier"));
+    }
+
+    #[test]
     fn a_missing_number_is_not_zero() {
         let text = "pod,device,seconds,bytes,capacity,work,host_bytes,life\na,0,1,NaN,,,nan,\n";
         let mut found = None;
-        read(text.as_bytes(), &mut |_, row| {
+        read(text.as_bytes(), &Labels::default(), &mut |_, row| {
             found = Some((row.bytes, row.capacity, row.work, row.host_bytes, row.life));
             Ok(())
         })
@@ -251,7 +305,7 @@ mod tests {
             ("a,0,1,5,9,many,,", "column work is \"many\""),
             ("a,0,1,5,9,,5 GiB,", "column host_bytes is \"5 GiB\""),
             ("a,0,1,5,9,,,1.5", "column life is \"1.5\""),
-            (",0,1,5,9,,,", "column pod is empty"),
+            (",0,1,5,9,,,", "column pod is empty: every row needs a pod"),
         ] {
             let error = fault(&format!("{header}ok,0,1,5,9,,,\n{row}\n"));
             assert!(error.starts_with(&format!("line 3: {expected}")), "{row}: {error}");

@@ -28,7 +28,7 @@ pub(super) struct Lines<R> {
 
 /// The fields of a line.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Fields<'a> {
+pub(crate) enum Fields<'a> {
     /// Of one without quotes.
     Plain(&'a [u8], &'a [Range<usize>]),
     /// Of one with quotes.

@@ -1,6 +1,7 @@
 //! Recorded series, read row by row: nothing here holds a file.
 
 mod csv;
+mod labels;
 mod lines;
 mod number;
 mod prometheus;
@@ -8,14 +9,15 @@ mod source;
 
 pub(crate) use self::{
     csv::read as read_csv,
-    prometheus::{Labels, read as read_prometheus},
+    labels::{Labels, PodLabels},
+    prometheus::read as read_prometheus,
     source::{Source, Tally},
 };
 
 use std::{fmt, io};
 
 /// What stands in one row of a file.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Row<'a> {
     /// Whose memory it is.
     pub(crate) pod: &'a [u8],
@@ -33,6 +35,8 @@ pub(crate) struct Row<'a> {
     pub(crate) host_bytes: Option<u64>,
     /// Another number than in the row before: the pod was started anew.
     pub(crate) life: Option<i64>,
+    /// Labels of the pod.
+    pub(crate) labels: PodLabels<'a>,
 }
 
 /// What is done with each row; the line is given where there are lines.

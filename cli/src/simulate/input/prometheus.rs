@@ -11,30 +11,19 @@ use serde::{
     de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor},
 };
 
-use super::{Each, Fault, Row, Stop, csv::seconds, number, number::Misfit, shown, source::broken};
+use super::{
+    Each, Fault, Labels, PodLabels, Row, Stop, csv::seconds, number, number::Misfit, shown, source::broken,
+};
 
-/// The labels that name pod and device. What a scrape already had is kept by Prometheus under
+/// The labels that name the pod, in this order. What a scrape already had is kept by Prometheus under
 /// `exported_`; then `pod` is the exporter's own.
-#[derive(Clone, Debug)]
-pub(crate) struct Labels {
-    /// In this order.
-    pub(crate) pod: Vec<String>,
-    /// In this order.
-    pub(crate) device: Vec<String>,
-}
+const POD: [&str; 3] = ["exported_pod", "pod", "pod_name"];
+/// Those that name the device.
+const DEVICE: [&str; 4] = ["device", "UUID", "uuid", "gpu"];
 
-impl Labels {
-    /// Those that a person names, or those of Highwater's and the usual exporters' series.
-    pub(crate) fn new(pod: Option<&str>, device: Option<&str>) -> Self {
-        let names = |given: Option<&str>, usual: &[&str]| match given {
-            Some(name) => vec![name.to_owned()],
-            None => usual.iter().map(|name| (*name).to_owned()).collect(),
-        };
-        Self {
-            pod: names(pod, &["exported_pod", "pod", "pod_name"]),
-            device: names(device, &["device", "UUID", "uuid", "gpu"]),
-        }
-    }
+/// What a person names, else what is usual.
+fn either<'a>(given: Option<&'a str>, usual: &[&'a str]) -> Vec<&'a str> {
+    given.map_or_else(|| usual.to_vec(), |name| vec![name])
 }
 
 /// The usual exporter's use of a device is in MiB, which its name does not say.
@@ -44,7 +33,8 @@ const IN_MIB: &str = "DCGM_FI_DEV_FB_";
 /// series is held at a time.
 pub(crate) fn read(source: impl Read, labels: &Labels, each: &mut Each<'_>) -> Result<(), Stop> {
     let mut walk = Walk {
-        labels,
+        pod: either(labels.pod.as_deref(), &POD),
+        device: either(labels.device.as_deref(), &DEVICE),
         each,
         stopped: None,
         names: HashSet::new(),
@@ -77,7 +67,8 @@ pub(crate) fn read(source: impl Read, labels: &Labels, each: &mut Each<'_>) -> R
 
 /// What one pass over an answer knows.
 struct Walk<'a> {
-    labels: &'a Labels,
+    pod: Vec<&'a str>,
+    device: Vec<&'a str>,
     each: &'a mut Each<'a>,
     /// Why the pass was given up, where that is no fault of the JSON.
     stopped: Option<Stop>,
@@ -112,13 +103,13 @@ impl Walk<'_> {
             let what = format!("is in MiB: ask for bytes, as {name} * 1048576");
             return Err(fault(&what).into());
         }
-        let find = |names: &[String]| {
-            names.iter().find_map(|name| series.metric.get_key_value(name).filter(|(_, v)| !v.is_empty()))
+        let find = |names: &[&str]| {
+            names.iter().find_map(|name| series.metric.get_key_value(*name).filter(|(_, v)| !v.is_empty()))
         };
-        let Some((label, pod)) = find(&self.labels.pod) else {
+        let Some((label, pod)) = find(&self.pod) else {
             let what = format!(
                 "has none of the labels {}: ask for series by pod, or name the label with --pod-label",
-                self.labels.pod.join(", ")
+                self.pod.join(", ")
             );
             return Err(fault(&what).into());
         };
@@ -127,7 +118,7 @@ impl Walk<'_> {
             _ => series.metric.get("namespace"),
         };
         let pod = namespace.map_or_else(|| pod.clone(), |namespace| format!("{namespace}/{pod}"));
-        let device = find(&self.labels.device).map_or("", |(_, device)| device);
+        let device = find(&self.device).map_or("", |(_, device)| device);
         if !self.names.insert(format!("{pod}\0{device}").into_bytes()) {
             let what = "is of the same pod and device as one before it: add them up in the query, as \
                         sum by (namespace, pod, device) (...)";
@@ -139,8 +130,14 @@ impl Walk<'_> {
                 value if number::is_missing(value) => None,
                 value => Some(number::whole(value).map_err(|misfit| fault(&unfit(value, misfit)))?),
             };
-            let row =
-                Row { pod: pod.as_bytes(), device: device.as_bytes(), milliseconds, bytes, ..Row::default() };
+            let row = Row {
+                pod: pod.as_bytes(),
+                device: device.as_bytes(),
+                milliseconds,
+                bytes,
+                labels: PodLabels::Metric(&series.metric),
+                ..Row::default()
+            };
             (self.each)(None, &row)?;
         }
         Ok(())
@@ -278,7 +275,7 @@ mod tests {
     }
 
     fn rows(text: &str) -> Result<Vec<Read>, String> {
-        rows_by(&Labels::new(None, None), text)
+        rows_by(&Labels::default(), text)
     }
 
     fn answer(result: &str) -> String {
@@ -305,7 +302,8 @@ mod tests {
 
     #[test]
     fn labels_can_be_named() {
-        let labels = Labels::new(Some("workload"), Some("slot"));
+        let labels =
+            Labels { pod: Some("workload".to_owned()), device: Some("slot".to_owned()), ..Labels::default() };
         let text = answer(r#"{"metric":{"workload":"w","slot":"3","pod":"p"},"values":[[1,"2"]]}"#);
         assert_eq!(rows_by(&labels, &text).unwrap(), [("w@3".to_owned(), 1000, Some(2))]);
     }
