@@ -22,11 +22,11 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(error @ simulate::Error::Output(_)) => {
-            eprintln!("error: {error}");
+            simulate::say(&format!("error: {error}"));
             ExitCode::FAILURE
         }
         Err(error @ simulate::Error::Input(_)) => {
-            eprintln!("error: {error}");
+            simulate::say(&format!("error: {error}"));
             ExitCode::from(BAD_INPUT)
         }
     }

@@ -497,21 +497,59 @@ fn few_samples_decide_nothing() {
     assert_eq!((answer.status, answer.out.as_str()), (2, ""));
 }
 
-#[test]
-fn a_reader_that_has_seen_enough_is_no_failure() {
-    let bench = Bench::new();
+/// A recording with so many decisions that they do not fit into a buffer.
+fn many(bench: &Bench) -> PathBuf {
     let mut text = format!("{HEADER}\n");
     for n in 0..20_000 {
         writeln!(text, "a{n},0,1,99,100").unwrap();
     }
-    let file = bench.file("many.csv", text);
-    let mut child = Command::new(env!("CARGO_BIN_EXE_kubectl-highwater"))
-        .args(["simulate", "--series", file.to_str().unwrap()])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
+    bench.file("many.csv", text)
+}
+
+#[test]
+fn a_reader_that_has_seen_enough_is_no_failure() {
+    let bench = Bench::new();
+    let file = many(&bench);
+    for format in ["table", "json"] {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_kubectl-highwater"))
+            .args(["simulate", "-o", format, "--series", file.to_str().unwrap()])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        drop(child.stdout.take());
+        let answer = child.wait_with_output().unwrap();
+        assert_eq!((answer.status.code(), answer.stderr.as_slice()), (Some(0), &b""[..]), "{format}");
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn what_cannot_be_written_is_a_failure_of_its_own() {
+    let bench = Bench::new();
+    let (many, few) = (many(&bench), bench.file("few.csv", format!("{HEADER}\na,0,1,99,100\n")));
+    for (file, format) in [(&many, "json"), (&many, "table"), (&few, "json"), (&few, "table")] {
+        let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let answer = Command::new(env!("CARGO_BIN_EXE_kubectl-highwater"))
+            .args(["simulate", "-o", format, "--series", file.to_str().unwrap()])
+            .stdout(full)
+            .output()
+            .unwrap();
+        let answer = Answer::of(answer);
+        assert_eq!(answer.status, 1, "{format}: {}", answer.err);
+        assert!(
+            answer.err.starts_with("error: the decisions cannot be written: No space left"),
+            "{}",
+            answer.err
+        );
+    }
+    // Nor is there a panic where nobody can be told.
+    let full = || fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let status = Command::new(env!("CARGO_BIN_EXE_kubectl-highwater"))
+        .args(["simulate", "--series", "/"])
+        .stdout(full())
+        .stderr(full())
+        .status()
         .unwrap();
-    drop(child.stdout.take());
-    let answer = child.wait_with_output().unwrap();
-    assert_eq!((answer.status.code(), answer.stderr.as_slice()), (Some(0), &b""[..]));
+    assert_eq!(status.code(), Some(2));
 }

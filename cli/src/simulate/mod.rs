@@ -248,7 +248,7 @@ fn counted(count: u64, what: &str) -> String {
 }
 
 /// Says something that is no decision.
-fn say(text: &str) {
+pub(crate) fn say(text: &str) {
     // Nobody reads it: no reason to fail.
     let _ = writeln!(io::stderr(), "{text}");
 }
