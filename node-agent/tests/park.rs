@@ -234,6 +234,30 @@ async fn an_end_that_nobody_takes_over_brings_back_what_is_parked() {
     first.kill();
 }
 
+/// A host on which memory comes back for longer than an end may take.
+const STUCK: &str = r#"{"contextOverhead": 0, "openOverhead": 0, "context": 0, "teardownMicrosecondsPerGibibyte": 0,
+    "checkpointMillisecondsPerGibibyte": 1, "restoreMillisecondsPerGibibyte": 1200, "devices": [{}, {}]}"#;
+
+#[tokio::test]
+async fn an_end_is_over_in_time_and_the_next_keeper_goes_on_with_what_is_left() {
+    let node = Node::start_as(STUCK);
+    let mut first = node.keeper_that_ends_within(2).await;
+    let agent = first.connect().await;
+    let idle = node.free();
+    let _gpu = node.use_gpu(BYTES);
+    assert_eq!(agent.park(ask(&node)).await.unwrap().state, ParkState::Parked);
+    let told = Instant::now();
+    first.terminate();
+    assert!(first.wait().success(), "it ends by itself, not by being killed");
+    let took = told.elapsed();
+    assert!(took >= Duration::from_secs(2) && took < Duration::from_secs(8), "{took:?}");
+    assert_eq!(node.free(), idle, "it is not back yet");
+    let second = node.keeper().await;
+    let agent = second.connect().await;
+    eventually("memory that is back", async || state(&agent, &node).await.is_none()).await;
+    assert_eq!(node.free(), idle - BYTES);
+}
+
 #[tokio::test]
 async fn an_agent_that_dies_finds_what_it_had_parked() {
     let node = Node::start_as(SLOW);

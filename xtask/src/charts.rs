@@ -366,6 +366,7 @@ fn guard_faults(objects: &[Value]) -> Vec<String> {
             {
                 faults.push("an upgrade ends the keeper before another has what it holds".to_owned());
             }
+            faults.extend(grace_fault(keeper));
         }
         (keeper, socket) => faults.push(format!(
             "the agent's --keeper-socket is {socket:?}, and a keeper is {}there",
@@ -391,6 +392,23 @@ fn guard_faults(objects: &[Value]) -> Vec<String> {
     }
     faults.extend(admission_faults(objects, serves));
     faults
+}
+
+/// Seconds of the keeper's grace period that its end leaves over: to close what it holds, and to go.
+const KEEPERS_MARGIN: u64 = 10;
+
+/// Why the kubelet may kill the keeper in the middle of its end.
+fn grace_fault(keeper: &Value) -> Option<String> {
+    let grace = keeper.pointer("/spec/template/spec/terminationGracePeriodSeconds").and_then(Value::as_u64);
+    let lasts = arguments(keeper).filter_map(|argument| argument.strip_prefix("--end-seconds="));
+    // The last of them counts.
+    let lasts = lasts.last().and_then(|seconds| seconds.parse::<u64>().ok());
+    let fits = grace.zip(lasts).is_some_and(|(grace, lasts)| lasts.saturating_add(KEEPERS_MARGIN) == grace);
+    (!fits).then(|| {
+        format!(
+            "the keeper's end takes {lasts:?} s, and not all but {KEEPERS_MARGIN} s of its grace period of {grace:?} s"
+        )
+    })
 }
 
 /// What is wrong with the policies about pods.
@@ -588,7 +606,8 @@ mod tests {
         json!({"kind": "DaemonSet", "metadata": {"labels": {"app.kubernetes.io/component": component}},
             "spec": {"updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
                 "template": {"spec": {
-                    "containers": [{"args": [argument], "volumeMounts": [{"mountPath": folder}]}],
+                    "terminationGracePeriodSeconds": 30,
+                    "containers": [{"args": [argument, "--end-seconds=20"], "volumeMounts": [{"mountPath": folder}]}],
                     "volumes": [{"hostPath": {"path": folder}}]}}}})
     }
 
@@ -615,6 +634,25 @@ mod tests {
             guard_faults(&[agent, keeper]),
             ["an upgrade ends the keeper before another has what it holds"]
         );
+    }
+
+    #[test]
+    fn a_keeper_that_may_be_killed_in_the_middle_of_its_end_is_found() {
+        let mut keeper = daemon_set("keeper", "/run/k", "serve");
+        assert_eq!(grace_fault(&keeper), None);
+        let spec = "/spec/template/spec";
+        let with = |keeper: &mut Value, grace: Value, arguments: Value| {
+            let spec = keeper.pointer_mut(spec).unwrap();
+            spec["terminationGracePeriodSeconds"] = grace;
+            spec["containers"][0]["args"] = arguments;
+            grace_fault(keeper).is_some()
+        };
+        assert!(!with(&mut keeper, json!(120), json!(["--end-seconds=110"])));
+        assert!(with(&mut keeper, json!(120), json!(["--end-seconds=111"])));
+        assert!(with(&mut keeper, json!(120), json!(["--end-seconds=20"])), "time that is given is used");
+        assert!(with(&mut keeper, json!(120), json!(["--end-seconds=110", "--end-seconds=200"])));
+        assert!(with(&mut keeper, json!(120), json!(["serve"])));
+        assert!(with(&mut keeper, Value::Null, json!(["--end-seconds=20"])));
     }
 
     #[test]

@@ -70,6 +70,11 @@ pub(crate) struct Serve {
     #[arg(long, env = "HIGHWATER_WORKER_IDLE_SECONDS", default_value_t = 300)]
     pub(crate) worker_idle_seconds: u32,
 
+    /// How long the end may take, in seconds: to hand over, or to bring back what is parked. Less than
+    /// the pod's grace period by 10 s, after which nothing is left to do in peace.
+    #[arg(long, env = "HIGHWATER_END_SECONDS", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) end_seconds: u32,
+
     #[command(flatten)]
     pub(crate) libraries: Libraries,
 }

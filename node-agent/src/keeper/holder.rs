@@ -7,6 +7,7 @@
 
 mod device;
 mod door;
+mod ending;
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -37,6 +38,8 @@ use crate::{
 };
 use device::{Attempt, Device};
 use door::Door;
+pub(crate) use ending::Owed;
+use ending::{Ending, Next, Seen};
 
 /// How many events of a kind may wait.
 const EVENTS: usize = 64;
@@ -56,11 +59,6 @@ const RELEASING: Duration = Duration::from_secs(10);
 const QUIET: Duration = Duration::from_secs(4);
 /// How long a successor may take from its request to `done`.
 const HANDING_OVER: Duration = Duration::from_mins(1);
-/// How long an end waits for a keeper that stands by to take over.
-const ENDING: Duration = Duration::from_secs(8);
-/// How long an end with nobody to take over waits until what is parked is back. The pod's grace period
-/// is longer.
-const UNDOING: Duration = Duration::from_secs(100);
 
 /// Why a keeper holds no longer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,15 +67,6 @@ pub(crate) enum End {
     HandedOver,
     /// It was told to end.
     Terminated,
-}
-
-/// What a keeper that was told to end still does.
-#[derive(Clone, Copy, Debug)]
-enum Ending {
-    /// A keeper that stands by was asked to take over.
-    Offered { until: Instant },
-    /// What is parked is brought back.
-    Undoing { until: Instant },
 }
 
 /// A request that waits for its answer.
@@ -183,10 +172,11 @@ pub(crate) async fn hold(
     loop {
         tokio::select! {
             biased;
-            () = end.as_mut(), if ending.is_none() => match holder.begin_end() {
-                Some(begun) => ending = Some(begun),
-                None => return Ok(End::Terminated),
-            },
+            () = end.as_mut(), if ending.is_none() => {
+                holder.offer();
+                let lasts = Duration::from_secs(args.end_seconds.into());
+                ending = Some(Ending::new(lasts, Instant::now()));
+            }
             Some(ended) = from_moving.recv() => {
                 if let Some(due) = holder.parks.on_ended(ended) {
                     holder.reply_moved(due);
@@ -225,10 +215,14 @@ pub(crate) async fn hold(
             }
         }
         holder.settle();
-        if let Some(begun) = ending {
-            match holder.go_on_ending(begun, Instant::now()) {
-                Some(next) => ending = Some(next),
-                None => return Ok(End::Terminated),
+        if let Some(ending) = &mut ending {
+            match ending.next(&holder.seen(), Instant::now()) {
+                Next::Wait => {}
+                Next::Undo => holder.undo(),
+                Next::Leave => {
+                    holder.say_what_is_left();
+                    return Ok(End::Terminated);
+                }
             }
         }
     }
@@ -615,46 +609,34 @@ impl<'a> Holder<'a> {
         self.reply(asker, Ok(Answer::Batch(Batch { last: Some(last), ..Batch::default() })), Vec::new());
     }
 
-    /// What is to be done at the end: another keeper takes over, or what is parked comes back. `None`:
-    /// nothing.
-    fn begin_end(&mut self) -> Option<Ending> {
-        if self.offer() {
-            let patience = if self.parks.is_quiet() { ENDING } else { UNDOING };
-            return Some(Ending::Offered { until: Instant::now() + patience });
+    /// What an end goes by.
+    fn seen(&self) -> Seen {
+        Seen {
+            successor: self.successor().is_some(),
+            taking_over: self.hand_over.is_some(),
+            moving: !self.parks.is_quiet(),
+            owed: self.parks.owed(),
         }
-        self.undo()
     }
 
-    /// Begins to bring back what is parked. `None`: nothing is.
-    fn undo(&mut self) -> Option<Ending> {
-        if !self.parks.end() {
-            info!("ended; what is held is freed");
-            return None;
+    /// Begins to bring back what is parked.
+    fn undo(&mut self) {
+        info!("nobody takes over: what is held is freed, and what is parked brought back first");
+        // While it hands over nothing is brought back.
+        if let Some(hand_over) = &self.hand_over {
+            self.clients.remove(&hand_over.asker.client);
         }
-        info!("ended; what is held is freed, and what is parked brought back first");
+        self.parks.end();
         // Nobody is owed it any more, and what comes back needs room.
         self.begin_standing_down();
-        Some(Ending::Undoing { until: Instant::now() + UNDOING })
     }
 
-    /// `None`: it has come to its end.
-    fn go_on_ending(&mut self, ending: Ending, now: Instant) -> Option<Ending> {
-        match ending {
-            // Whoever was to take over may have died before it was asked, or since.
-            Ending::Offered { .. } if self.hand_over.is_none() && self.successor().is_none() => self.undo(),
-            Ending::Offered { until } if until < now => {
-                warn!("nobody takes over");
-                self.undo()
-            }
-            Ending::Undoing { .. } if self.parks.is_empty() => {
-                info!("everything that was parked is back");
-                None
-            }
-            Ending::Undoing { until } if until < now => {
-                warn!("what is parked does not come back: what is held is freed");
-                None
-            }
-            _ => Some(ending),
+    fn say_what_is_left(&self) {
+        let Owed { parks, bytes } = self.parks.owed();
+        if parks == 0 {
+            info!("ended; what is held is freed");
+        } else {
+            warn!(parks, bytes, "ended before everything that is parked was back: the next keeper goes on");
         }
     }
 
@@ -664,14 +646,13 @@ impl<'a> Holder<'a> {
         successors.map(|(number, _)| *number).max()
     }
 
-    /// Asks a keeper that stands by to take over. Whether there is one.
-    fn offer(&self) -> bool {
-        if self.hand_over.is_some() {
-            return true;
+    /// Asks a keeper that stands by to take over, if there is one that does not do so already.
+    fn offer(&self) {
+        if self.hand_over.is_none()
+            && let Some(newest) = self.successor()
+        {
+            self.reply(Asker { client: newest, id: 0 }, Ok(Answer::TakeOver {}), Vec::new());
         }
-        let Some(newest) = self.successor() else { return false };
-        self.reply(Asker { client: newest, id: 0 }, Ok(Answer::TakeOver {}), Vec::new());
-        true
     }
 
     /// Closes everything, then tells the successor.

@@ -248,6 +248,16 @@ impl Node {
         self.holds(keeper, before).await
     }
 
+    /// Starts a keeper whose end may take so long, and waits until it holds.
+    #[allow(dead_code, reason = "only what is parked takes long")]
+    pub(crate) async fn keeper_that_ends_within(&self, seconds: u32) -> KeeperProcess {
+        let before = identity(&self.socket());
+        let mut command = Command::new(env!("CARGO_BIN_EXE_keeper"));
+        command.args(self.serve()).arg("--no-csi").arg(format!("--end-seconds={seconds}"));
+        let keeper = self.spawn(command);
+        self.holds(keeper, before).await
+    }
+
     pub(crate) async fn keeper_with_volumes(&self, library: &[u8]) -> KeeperProcess {
         let before = identity(&self.socket());
         let mut command = Command::new(env!("CARGO_BIN_EXE_keeper"));

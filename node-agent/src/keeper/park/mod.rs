@@ -26,6 +26,7 @@ use tracing::{error, info, warn};
 
 use crate::{
     args::Libraries,
+    holder::Owed,
     keeper_protocol::{
         LONGEST_MESSAGE, MOST_PARKS, MOST_PROCESSES, Moved, Park, ParkAsk, ParkState, Parking, Reason,
         Refusal, is_key, is_uuid,
@@ -168,9 +169,13 @@ impl<A: Copy> Parks<A> {
         self.held.values().all(|held| held.mover.is_none() && held.due.is_none())
     }
 
-    /// Whether everything runs.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.held.values().all(|held| held.entry.state == ParkState::Lost || !self.sees(held))
+    /// What is parked, or on its way, and can be brought back from here.
+    pub(crate) fn owed(&self) -> Owed {
+        let here = |held: &&Held<A>| held.entry.state != ParkState::Lost && self.sees(held);
+        self.held.values().filter(here).fold(Owed::default(), |owed, held| Owed {
+            parks: owed.parks.saturating_add(1),
+            bytes: owed.bytes.saturating_add(held.entry.bytes),
+        })
     }
 
     /// Whether the processes of a park are to be seen from here.
@@ -425,10 +430,9 @@ impl<A: Copy> Parks<A> {
         self.bring_back(&key, None);
     }
 
-    /// Begins to bring everything back, for good. False if there is nothing.
-    pub(crate) fn end(&mut self) -> bool {
+    /// Brings everything back from now on, and begins nothing else.
+    pub(crate) fn end(&mut self) {
         self.ending = true;
-        !self.is_empty()
     }
 
     /// The journal as it should be.
@@ -617,23 +621,23 @@ mod tests {
         parks.on_tick(false, now);
         assert_eq!(state(&parks), Some(ParkState::Restoring));
         end(&mut parks, told(Place::Running));
-        assert!(parks.is_empty());
+        assert_eq!(parks.owed(), Owed::default());
     }
 
     #[tokio::test]
     async fn an_end_brings_everything_back_but_what_is_lost() {
         let directory = tempfile::tempdir().unwrap();
         let mut parks = parks(directory.path());
-        assert!(!parks.end());
-        parks.ending = false;
+        assert_eq!(parks.owed(), Owed::default());
         parks.park(1, ask()).unwrap();
+        assert_eq!(parks.owed(), Owed { parks: 1, bytes: 1 << 30 }, "also while it is on its way");
         end(&mut parks, told(Place::Parked));
-        assert!(parks.end());
+        parks.end();
         assert_eq!(parks.park(1, ask()).unwrap_err().reason, Reason::HandingOver);
         parks.on_tick(false, Instant::now());
         assert_eq!(state(&parks), Some(ParkState::Restoring));
         end(&mut parks, told(Place::Lost));
-        assert!(parks.is_empty());
+        assert_eq!(parks.owed(), Owed::default());
         assert_eq!(parks.restore(1, POD, DEVICE).unwrap().unwrap().state, ParkState::Lost);
     }
 
@@ -646,7 +650,7 @@ mod tests {
         assert_eq!(end(&mut parks, Ok(cannot)).unwrap().1.unwrap_err().reason, Reason::Unable);
         assert_eq!(parks.status().unable.as_deref(), Some("too old"));
         assert_eq!(parks.park(1, ask()).unwrap_err().reason, Reason::Unable);
-        assert!(parks.is_empty());
+        assert_eq!(parks.owed(), Owed::default());
     }
 
     #[tokio::test]
@@ -661,7 +665,8 @@ mod tests {
         drop(first);
         let mut second = parks(directory.path());
         second.on_tick(true, Instant::now());
-        assert!(second.is_quiet() && second.is_empty());
+        assert!(second.is_quiet());
+        assert_eq!(second.owed(), Owed::default());
         assert_eq!(state(&second), Some(ParkState::Parking));
         assert_eq!(second.restore(1, POD, DEVICE).unwrap_err().reason, Reason::Unable);
         assert_eq!(Journal::new(directory.path().to_owned()).read().unwrap().len(), 1);
