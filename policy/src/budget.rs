@@ -866,7 +866,7 @@ mod tests {
         };
         let refused = |answer| match answer {
             Answer::Refused { said, retry_at } => (said.join("; "), retry_at),
-            other => panic!("{other:?}"),
+            other @ Answer::Reserved { .. } => panic!("{other:?}"),
         };
         let none = TokenLedger::default();
         let (said, until) = refused(cordon(&none, "n3", &["n1", "n2"], 0));

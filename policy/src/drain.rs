@@ -39,6 +39,11 @@ pub const NO_TARGET: &str = "NoTarget";
 const LOOK_AGAIN: SignedDuration = SignedDuration::from_secs(10);
 /// How soon evictions are looked at again that were refused or wait for each other.
 const NEXT_EVICTION: SignedDuration = SignedDuration::from_secs(5);
+/// How old the evidence has to be before anything is decided but that a drain has to wait. What is wrong
+/// on all nodes at once is told by one after the other, and the first would be drained, or ended for want
+/// of a culprit, before enough are known to halt the fleet. Shorter than [`FRESH`]: the evidence alone
+/// still suffices.
+const SETTLING: SignedDuration = SignedDuration::from_secs(3);
 /// The longest wait for a token.
 const LONGEST_WAIT: SignedDuration = SignedDuration::from_secs(300);
 /// Times of creation are whole seconds, rounded down.
@@ -343,6 +348,10 @@ fn before(view: &View<'_>, now: Timestamp) -> Step {
     }
     if let Some((reason, why)) = stopped(view) {
         return waits(reason, why);
+    }
+    let left = (spec.evidence.at.0.duration_since(now) + SETTLING).min(SETTLING);
+    if !zombie && left.is_positive() {
+        return Step::Rest(Some(left));
     }
     let left = spec.evidence.at.0.duration_since(now) + AFTER_RESET_REQUEST;
     if zombie && left.is_positive() {

@@ -85,12 +85,29 @@ pub(super) fn targets() -> Vec<String> {
 #[test]
 fn a_drain_begins_with_its_cordon() {
     let (spec, pods, targets) = (spec("Breaker", "Enforce"), [pod("a", "Deployment/a", 0)], targets());
-    assert_eq!(decide(&view(&spec, &pods, &targets), at(101)), Step::Begin);
+    assert_eq!(decide(&view(&spec, &pods, &targets), at(103)), Step::Begin);
     let approved = decision(DecisionState::Approved, None);
     let resumed = View { decision: Some(&approved), ..view(&spec, &pods, &targets) };
-    assert_eq!(decide(&resumed, at(102)), Step::Begin, "its leader died before the cordon");
+    assert_eq!(decide(&resumed, at(103)), Step::Begin, "its leader died before the cordon");
     let cordoned = View { cordon: Some(Cordon::Own), ..resumed };
-    assert_eq!(decide(&cordoned, at(102)), Step::Begin, "or before it had recorded that");
+    assert_eq!(decide(&cordoned, at(103)), Step::Begin, "or before it had recorded that");
+}
+
+#[test]
+fn a_drain_begins_when_those_that_are_due_at_the_same_time_are_known() {
+    let (spec, pods, targets) = (spec("Breaker", "Enforce"), [pod("a", "Deployment/a", 0)], targets());
+    let base = view(&spec, &pods, &targets);
+    assert_eq!(decide(&base, at(100)), Step::Rest(Some(SETTLING)));
+    assert_eq!(decide(&base, at(102)), Step::Rest(Some(SignedDuration::from_secs(1))));
+    assert_eq!(
+        decide(&View { pods: &[], ..base.clone() }, at(102)),
+        Step::Rest(Some(SignedDuration::from_secs(1)))
+    );
+    // The node's clock is ahead of ours.
+    assert_eq!(decide(&base, at(97)), Step::Rest(Some(SETTLING)));
+    assert_eq!(decide(&base, at(103)), Step::Begin);
+    let halted = View { halted: Some("3 of 4 nodes".into()), ..base };
+    assert_eq!(outcome(&halted, 102), "Proposed/FleetHalted", "which is said at once");
 }
 
 #[test]
@@ -129,7 +146,7 @@ fn whose_a_cordon_is_is_read_off_the_node_alone() {
 fn every_wait_before_the_cordon_is_named() {
     let (spec, pods, targets) = (spec("Breaker", "Enforce"), [pod("a", "Deployment/a", 0)], targets());
     let base = view(&spec, &pods, &targets);
-    let case = |view: View<'_>, expected: &str| assert_eq!(outcome(&view, 101), expected);
+    let case = |view: View<'_>, expected: &str| assert_eq!(outcome(&view, 103), expected);
     case(View { paused: Some("node n1".into()), ..base.clone() }, "Proposed/Paused");
     case(View { halted: Some("why".into()), ..base.clone() }, "Proposed/FleetHalted");
     case(View { asks: Asks::Unknown, ..base.clone() }, "Proposed/AwaitingObservation");
@@ -147,7 +164,7 @@ fn every_wait_before_the_cordon_is_named() {
 fn every_end_before_the_cordon_is_named() {
     let (enforce, pods, targets) = (spec("Breaker", "Enforce"), [pod("a", "Deployment/a", 0)], targets());
     let base = view(&enforce, &pods, &targets);
-    let case = |view: View<'_>, expected: &str| assert_eq!(outcome(&view, 101), expected);
+    let case = |view: View<'_>, expected: &str| assert_eq!(outcome(&view, 103), expected);
     case(View { cordon: None, ..base.clone() }, "Cancelled/NodeGone");
     case(View { asks: Asks::Deleted, ..base.clone() }, "Cancelled/PolicyDeleted");
     case(View { asks: Asks::Nothing, ..base.clone() }, "Suppressed/PolicyGone");

@@ -8,7 +8,7 @@ use highwater_crds::{
     names::{self, manager},
 };
 use highwater_policy::remediation::may_follow;
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
 
 pub(super) const NODE: &str = "/api/v1/nodes/n1";
@@ -242,7 +242,7 @@ impl Cluster {
         );
         let subject = json!({"namespace": "team", "name": "a", "uid": "a"});
         let mut spec = json!({"kind": "Breaker", "mode": "Enforce", "policy": "p", "node": "n1",
-            "device": "GPU-n1", "episode": 1, "evidence": {"at": now()}, "proposed": proposed});
+            "device": "GPU-n1", "episode": 1, "evidence": {}, "proposed": proposed});
         if !drain {
             spec["subject"] = subject;
         }
@@ -251,14 +251,26 @@ impl Cluster {
             json!({"metadata": {"name": "i", "namespace": "hw", "uid": "u"},
             "spec": spec, "status": {}}),
         );
+        cluster.see();
         cluster
+    }
+
+    /// Dates what the agent saw: of a drain long enough ago that it may begin, and again just now.
+    fn see(&mut self) {
+        let drain = self.proposed["action"] == "Drain";
+        self.edit(INCIDENT, |incident| {
+            incident["spec"]["evidence"]["at"] = if drain { before(10) } else { now() };
+            if drain {
+                incident["status"]["observation"] = json!({"state": "Over", "at": now()});
+            }
+        });
     }
 
     /// The same, with changes.
     pub(super) fn with(&self, change: impl FnOnce(&mut Self)) -> Self {
         let mut cluster = self.clone();
         // What was seen long ago is not acted on.
-        cluster.edit(INCIDENT, |incident| incident["spec"]["evidence"]["at"] = now());
+        cluster.see();
         change(&mut cluster);
         cluster
     }
@@ -651,5 +663,10 @@ fn merge(object: &mut Value, patch: &Value) {
 }
 
 pub(super) fn now() -> Value {
-    json!(format!("{:.6}", Timestamp::now()))
+    before(0)
+}
+
+/// So many seconds ago.
+fn before(seconds: i64) -> Value {
+    json!(format!("{:.6}", Timestamp::now() - SignedDuration::from_secs(seconds)))
 }
