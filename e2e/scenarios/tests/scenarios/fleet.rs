@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, ensure};
@@ -89,14 +89,24 @@ async fn load(s: &Scenario, nodes: &[(&String, &String)]) -> Result<BTreeMap<Str
 }
 
 async fn wrong_everywhere(s: &Scenario, fleet: &SimulatedFleet) -> Result<()> {
-    let start = Timestamp::now();
+    let (start, began) = (Timestamp::now(), Instant::now());
     fleet.report(&fleet.nodes, FleetNode::Lying).await?;
+    let reported = began.elapsed();
     fleet.open(&fleet.nodes, &s.namespace, IncidentKind::Breaker, ActionType::Drain).await?;
+    let opened = began.elapsed();
     halted(s, true).await?;
     decided(s, fleet.nodes.len(), |state, reason| {
         (state, reason) == (DecisionState::Proposed, "FleetHalted")
     })
     .await?;
+    println!(
+        "{} nodes at 99 %: reported after {:.0} s, their incidents opened after {:.0} s, all of them held back \
+         after {:.0} s",
+        fleet.nodes.len(),
+        reported.as_secs_f64(),
+        opened.as_secs_f64(),
+        began.elapsed().as_secs_f64(),
+    );
     // One condition on the policy, not one on each of its nodes.
     s.policy_condition(&s.namespace, "Halted", "True", "FleetHalted").await?;
     eventually("one Event about the halt", TIMEOUT, async || {
@@ -169,7 +179,7 @@ async fn few_are_sick(
     sick: &[String],
     pods: &BTreeMap<String, Pod>,
 ) -> Result<()> {
-    let start = Timestamp::now();
+    let (start, began) = (Timestamp::now(), Instant::now());
     fleet.report(sick, FleetNode::Sick).await?;
     fleet.open(sick, &s.namespace, IncidentKind::Breaker, ActionType::Drain).await?;
     // Two tokens a node, for the cordon and the eviction.
@@ -187,6 +197,13 @@ async fn few_are_sick(
         Ok(())
     })
     .await?;
+    println!(
+        "{} of {} nodes sick: all dealt with after {:.0} s, of {} s at most",
+        sick.len(),
+        fleet.nodes.len(),
+        began.elapsed().as_secs_f64(),
+        bound.as_secs(),
+    );
 
     let evictions = s.evictions_since(start)?;
     let evicted: BTreeSet<_> = evictions.iter().map(|write| write.name.as_str()).collect();
