@@ -101,7 +101,9 @@ impl Shared {
         // A panic in one request leaves the ledger as consistent as its last statement.
         let state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
         let mut driver = Locked { state, page: self.0.page.as_ref(), changed: false };
-        match self.exports().ended() {
+        // Until what was let go of is taken in, no reply is to be given again.
+        let unsettle = || self.0.page.as_ref().map_or((), Page::unsettle);
+        match self.exports().ended(unsettle) {
             Ok(pieces) => pieces.into_iter().for_each(|piece| driver.end_export(piece)),
             Err(error) => tracing::error!(%error, "cannot learn of closed descriptors"),
         }

@@ -63,6 +63,11 @@ impl Page {
         self.descriptor.as_fd()
     }
 
+    /// Says that no reply may be given again, until a number is published.
+    pub(crate) fn unsettle(&self) {
+        self.publish(UNSETTLED);
+    }
+
     /// Puts a number on the page.
     pub(crate) fn publish(&self, number: u64) {
         self.map.number().store(number, Ordering::Release);

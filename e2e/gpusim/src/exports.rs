@@ -80,8 +80,9 @@ impl Exports {
     }
 
     /// The pieces of which the descriptors are closed everywhere, each told once. The kernel says so
-    /// before whoever closed the last one goes on.
-    pub(crate) fn ended(&self) -> io::Result<Vec<u64>> {
+    /// before whoever closed the last one goes on. `first` is done while [`Self::descriptor`] still
+    /// is readable.
+    pub(crate) fn ended(&self, first: impl Fn()) -> io::Result<Vec<u64>> {
         let mut pieces = Vec::new();
         loop {
             let mut events = Vec::with_capacity(MOST_AT_ONCE);
@@ -89,6 +90,9 @@ impl Exports {
                 Err(Errno::INTR) => continue,
                 result => result?,
             };
+            if !events.is_empty() {
+                first();
+            }
             let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
             let ended = events.iter().filter_map(|event| kept.remove(&event.data.u64()));
             pieces.extend(ended.map(|export| export.piece));
@@ -118,19 +122,19 @@ mod tests {
         let (mut ours, theirs) = UnixStream::pair().unwrap();
         send_with(&mut ours, &Reply::Done, first.as_fd()).unwrap();
         drop((first, duplicate));
-        assert!(exports.ended().unwrap().is_empty());
+        assert!(exports.ended(|| ()).unwrap().is_empty());
         drop(second);
-        assert_eq!(exports.ended().unwrap(), [2]);
+        assert_eq!(exports.ended(|| ()).unwrap(), [2]);
         let (_, arrived) = receive_with::<Reply>(&theirs, &mut Vec::new()).unwrap().unwrap();
         drop(arrived);
-        assert_eq!(exports.ended().unwrap(), [1]);
+        assert_eq!(exports.ended(|| ()).unwrap(), [1]);
 
         let third = exports.make(3).unwrap();
         send_with(&mut ours, &Reply::Done, third.as_fd()).unwrap();
         drop(third);
         // Nobody will ever take it out of the socket.
         drop((ours, theirs));
-        assert_eq!(exports.ended().unwrap(), [3]);
+        assert_eq!(exports.ended(|| ()).unwrap(), [3]);
     }
 
     #[test]
@@ -139,9 +143,9 @@ mod tests {
         let (first, second) = (exports.make(1).unwrap(), exports.make(2).unwrap());
         rustix::io::write(&first, b"x").unwrap();
         drop(second);
-        assert_eq!(exports.ended().unwrap(), [2]);
+        assert_eq!(exports.ended(|| ()).unwrap(), [2]);
         drop(first);
         exports.wait().unwrap();
-        assert_eq!(exports.ended().unwrap(), [1]);
+        assert_eq!(exports.ended(|| ()).unwrap(), [1]);
     }
 }
