@@ -21,14 +21,22 @@ impl Written {
 
     /// The newer of what was heard and what was written.
     pub(crate) fn newest(&self, key: &Key, heard: &GpuMemoryIncident) -> GpuMemoryIncident {
+        self.by_newest(key, heard, GpuMemoryIncident::clone)
+    }
+
+    /// What is read of the newer of what was heard and what was written.
+    pub(crate) fn by_newest<T>(
+        &self,
+        key: &Key,
+        heard: &GpuMemoryIncident,
+        read: impl FnOnce(&GpuMemoryIncident) -> T,
+    ) -> T {
         let mut written = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         match written.get(key) {
-            Some(own) if own.metadata.uid == heard.metadata.uid && version(own) > version(heard) => {
-                own.clone()
-            }
+            Some(own) if own.metadata.uid == heard.metadata.uid && version(own) > version(heard) => read(own),
             _ => {
                 written.remove(key);
-                heard.clone()
+                read(heard)
             }
         }
     }

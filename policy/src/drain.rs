@@ -350,7 +350,8 @@ fn before(view: &View<'_>, now: Timestamp) -> Step {
         return waits(reason, why);
     }
     let left = (spec.evidence.at.0.duration_since(now) + SETTLING).min(SETTLING);
-    if !zombie && left.is_positive() {
+    // A clock that is too far ahead is said at once.
+    if !zombie && left.is_positive() && !remediation::is_ahead(spec.evidence.at.0, now) {
         return Step::Rest(Some(left));
     }
     let left = spec.evidence.at.0.duration_since(now) + AFTER_RESET_REQUEST;

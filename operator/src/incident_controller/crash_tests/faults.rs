@@ -69,7 +69,7 @@ async fn a_cordon_of_which_nothing_was_recorded_counts_as_begun_even_without_its
     round(&cluster, &operator).await;
     let decision = lock(&cluster).objects[INCIDENT]["status"]["decision"].clone();
     assert!(decision["actedAt"].is_string(), "its time is counted: {decision:#}");
-    assert!(decision["message"].as_str().unwrap().contains("lost with the ledger"), "{decision:#}");
+    assert!(decision["message"].as_str().unwrap().contains("its cordon stands already"), "{decision:#}");
     lock(&cluster).objects.remove(super::cluster::POLICY);
     for _ in 0..2 {
         round(&cluster, &operator).await;

@@ -60,7 +60,7 @@ async fn reserve_and_cordon(ctx: &Context, scene: &mut Scene) -> Result<bool, Er
         Ok(said) => ("a token is reserved", said),
         // The cordon stands, and its time has to be counted.
         Err(Refusal { said, .. }) if scene.cordon() == Some(Cordon::Own) => {
-            ("its token was lost with the ledger", said)
+            ("its cordon stands already", said)
         }
         Err(Refusal { said, .. }) => {
             let verdict = out_of_budget(&said);

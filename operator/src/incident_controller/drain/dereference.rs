@@ -325,13 +325,15 @@ pub(super) fn refusal_key(facts: &PodFacts) -> Key {
 
 /// The other drains that are under way.
 fn drains(ctx: &Context, own: &Key) -> Vec<GpuMemoryIncident> {
-    let open = ctx.stores.incidents(|other| {
-        carrier(&other.spec.proposed) == Carrier::Drain && key(&other.metadata) != *own && is_open(other)
-    });
-    let newest = open.into_iter().map(|other| ctx.written.newest(&key(&other.metadata), &other));
-    newest
-        .filter(|other| matches!(state(other), Some(DecisionState::Approved | DecisionState::Verifying)))
-        .collect()
+    let goes_on = |incident: &GpuMemoryIncident| {
+        matches!(state(incident), Some(DecisionState::Approved | DecisionState::Verifying))
+    };
+    ctx.stores.incidents(|other| {
+        let is_other = || Some(key(&other.metadata)).filter(|key| key != own);
+        carrier(&other.spec.proposed) == Carrier::Drain
+            && is_open(other)
+            && is_other().is_some_and(|key| ctx.written.by_newest(&key, other, goes_on))
+    })
 }
 
 /// Whether an incident is about more of the zombie memory that another is about: later ones of one policy
