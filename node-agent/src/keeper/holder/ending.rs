@@ -86,7 +86,10 @@ impl Ending {
                 } else {
                     asked + ANSWER
                 };
-                if now < patience.min(self.latest(seen.owed)) { Next::Wait } else { self.undo(seen) }
+                // Whoever has begun to take over may have taken all up by now: cutting that off would leave
+                // two keepers to bring the same memory back. It does not go on for ever.
+                let patience = if seen.taking_over { patience } else { patience.min(self.latest(seen.owed)) };
+                if now < patience { Next::Wait } else { self.undo(seen) }
             }
         }
     }
@@ -172,12 +175,16 @@ mod tests {
     }
 
     #[test]
-    fn a_hand_over_that_goes_on_is_waited_for_until_what_is_parked_needs_the_time() {
+    fn a_hand_over_that_goes_on_is_not_cut_off_and_one_that_failed_is_not_waited_for() {
         let now = Instant::now();
+        let going_on = Seen { successor: true, taking_over: true, owed: owed(8, 1000), ..Seen::default() };
         let mut ending = Ending::new(LASTS, now);
-        let going_on = Seen { successor: true, taking_over: true, owed: owed(1, 20), ..Seen::default() };
+        assert_eq!(ending.next(&going_on, now + seconds(109)), Next::Wait);
+        assert_eq!(ending.next(&going_on, now + seconds(110)), Next::Leave);
+        let failed = Seen { taking_over: false, owed: owed(1, 20), ..going_on };
+        let mut ending = Ending::new(LASTS, now);
         assert_eq!(ending.next(&going_on, now + seconds(97)), Next::Wait);
-        assert_eq!(ending.next(&going_on, now + seconds(98)), Next::Undo);
+        assert_eq!(ending.next(&failed, now + seconds(98)), Next::Undo);
     }
 
     fn seen() -> impl Strategy<Value = Seen> {
