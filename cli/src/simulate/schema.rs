@@ -147,7 +147,8 @@ impl Unit {
             ("percent", None),
         ];
         // A list's fields are of the list's unit.
-        let field = path.split('[').next().unwrap_or_default().to_ascii_lowercase();
+        let field = path.rsplit('.').next().and_then(|field| field.split('[').next());
+        let field = field.unwrap_or_default().to_ascii_lowercase();
         let found = units.into_iter().find(|(name, _)| field.ends_with(name));
         Self { name: found.map(|(name, _)| name), milliseconds: found.and_then(|(_, of)| of) }
     }
@@ -247,6 +248,12 @@ mod tests {
                 "leaks",
                 json!({"actAbovePercent": "0.6"}),
                 "spec.leaks.actAbovePercent is \"0.6\": write a whole number of percent from 0 to 100",
+            ),
+            (
+                "remediation",
+                json!({"budget": {"maxUnavailable": 1, "rates": [
+                    {"scope": "Fleet", "maxActions": 1, "windowMinutes": "1h"}]}}),
+                "spec.remediation.budget.rates[0].windowMinutes is \"1h\": write 60, in minutes",
             ),
             (
                 "leaks",

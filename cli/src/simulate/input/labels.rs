@@ -38,8 +38,9 @@ impl PodLabels<'_> {
             }
             Self::Metric(labels) => {
                 let plain = as_prometheus(key);
+                // A series has labels of its own, as of the target that it was scraped from.
                 let names =
-                    [Cow::Borrowed(key), Cow::Borrowed(plain.as_str()), format!("label_{plain}").into()];
+                    [format!("label_{plain}").into(), Cow::Borrowed(key), Cow::Borrowed(plain.as_str())];
                 names.iter().find_map(|name| labels.get(name.as_ref())).cloned()
             }
         }
