@@ -51,3 +51,21 @@ impl PodLabels<'_> {
 fn as_prometheus(key: &str) -> String {
     key.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_label_that_was_joined_from_the_pod_goes_before_one_of_the_scrape() {
+        let labels = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
+            pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+        };
+        let both = labels(&[("app", "exporter"), ("label_app", "server")]);
+        assert_eq!(PodLabels::Metric(&both).get("app").as_deref(), Some("server"));
+        let plain = labels(&[("app", "server"), ("app_kubernetes_io_name", "chat")]);
+        assert_eq!(PodLabels::Metric(&plain).get("app").as_deref(), Some("server"));
+        assert_eq!(PodLabels::Metric(&plain).get("app.kubernetes.io/name").as_deref(), Some("chat"));
+        assert_eq!(PodLabels::Metric(&plain).get("tier"), None);
+    }
+}
