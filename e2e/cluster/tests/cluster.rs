@@ -76,7 +76,13 @@ fn a_pod_runs_prints_and_answers_exec() -> Result<()> {
     test("cluster-pod", async |cluster, pods| {
         run(pods, "pod", json!({})).await?;
         running(pods, "pod").await?;
-        assert_eq!(cluster.logs("cluster-pod", "pod", None, 10).await?, "started\n");
+        // It runs from the start of its process on; what that prints comes a moment later.
+        eventually("the pod's line", SOON, async || {
+            let log = cluster.logs("cluster-pod", "pod", None, 10).await?;
+            ensure!(log == "started\n", "its log is {log:?}");
+            Ok(())
+        })
+        .await?;
         let cgroup =
             cluster.kubectl(["exec", "-n", "cluster-pod", "pod", "--", "cat", "/proc/self/cgroup"]).await?;
         ensure!(cgroup.contains("/kubepods/besteffort/pod"), "an unusual cgroup: {cgroup}");
