@@ -20,7 +20,7 @@ use highwater_guard_abi::{
     wire::{NotGrantedReason, ToGuard},
 };
 use highwater_policy::{
-    episode,
+    episode, host_status,
     ledger::Sample,
     node_status::{self, DeviceFacts, Facts, Watch},
     pod::GuardOptIn,
@@ -169,6 +169,10 @@ pub(crate) struct Engine {
     /// Since when devices have been measured without a break.
     measured: Option<Millis>,
     last_pass: Option<(Millis, Timestamp)>,
+    /// How the host fares, once it is known what an earlier agent told of it.
+    fares: Option<host_status::Host>,
+    /// When that was asked last.
+    fares_asked: Option<Millis>,
     blocked: Option<Duration>,
     acts: Acts,
     hooks: Hooks,
@@ -237,6 +241,8 @@ impl Engine {
             levels: None,
             measured: None,
             last_pass: None,
+            fares: None,
+            fares_asked: None,
             blocked: None,
             acts: Acts::new(signals),
             hooks: Hooks::open(&state_dir),
@@ -347,6 +353,12 @@ impl Engine {
             self.plan = object.map(|object| Plan::of(&self.node, object, now, wall));
             let status = object.and_then(|object| object.status.as_ref());
             let devices = status.map_or(&[][..], |status| status.devices.as_slice());
+            let told = status.and_then(|status| status.host);
+            self.fares.get_or_insert_with(|| {
+                let mut fares = host_status::Host::default();
+                fares.resume(&told.unwrap_or_default(), now);
+                fares
+            });
             self.levels.get_or_insert_with(|| devices.iter().map(|d| (d.uuid.clone(), d.level)).collect());
             if let Some(plan) = &self.plan {
                 self.cache.save(plan);
@@ -360,6 +372,25 @@ impl Engine {
     pub(crate) fn resources(&mut self, snapshot: Snapshot) {
         self.resources = snapshot;
         self.stale = true;
+    }
+
+    /// Whether it is time to read how the host fares.
+    pub(crate) fn asks_how_host_fares(&mut self) -> bool {
+        let (now, _) = self.now();
+        let due = self.fares_asked.is_none_or(|at| now.since(at) >= host_status::EVERY);
+        let due = due && self.fares.is_some();
+        if due {
+            self.fares_asked = Some(now);
+        }
+        due
+    }
+
+    /// So the host fares.
+    pub(crate) fn fares(&mut self, reading: &host_status::Reading) {
+        let (now, _) = self.now();
+        if let Some(fares) = &mut self.fares {
+            fares.step(reading, now);
+        }
     }
 
     /// Whether it is time to look which processes have devices open: some memory is in use that
@@ -1195,6 +1226,7 @@ impl Engine {
             oversized,
             uncovered: uncovered.into_iter().collect(),
             base_strength: self.base.told().0,
+            host: self.fares.as_ref().and_then(host_status::Host::status),
             no_cgroup_v2: self.asks_for_host_memory() && !self.host_memory,
         }
     }
@@ -2176,6 +2208,39 @@ mod tests {
         assert_eq!((facts.devices[0].level, facts.devices[0].freeze.is_some()), (Level::Critical, true));
         bench.sample(2_000, &[("a", 5)]);
         assert_eq!(bench.engine.facts(Watch::On).devices[0].level, Level::Normal);
+    }
+
+    #[test]
+    fn how_the_host_fares_is_read_every_ten_seconds_and_goes_on_from_what_was_told() {
+        use highwater_crds::{GpuMemoryNodeStatus, HostMemoryBand, HostStatus};
+        let told = HostStatus { memory: Some(HostMemoryBand::Below800M), ..HostStatus::default() };
+        let mut bench = Bench::unsynced(&json!([layer("Enforce")]));
+        bench.engine.fares = None;
+        assert!(!bench.engine.asks_how_host_fares(), "what was told is not known yet");
+        let mut object = object(&json!([layer("Enforce")]), 1);
+        object.status = Some(GpuMemoryNodeStatus { host: Some(told), ..GpuMemoryNodeStatus::default() });
+        bench.world(WorldChange::Plan(reset([object])));
+        bench.sync();
+        bench.sample(0, &[("a", 5)]);
+        assert_eq!(bench.engine.facts(Watch::On).host, Some(told));
+
+        let reading = host_status::Reading { memory: Some(8 * GI), ..host_status::Reading::default() };
+        let mut asked = 0;
+        let mut at = |bench: &mut Bench, now| {
+            TIME.set(now);
+            if bench.engine.asks_how_host_fares() {
+                asked += 1;
+                bench.engine.fares(&reading);
+            }
+            (asked, bench.engine.facts(Watch::On).host.and_then(|host| host.memory))
+        };
+        assert_eq!(at(&mut bench, 0), (1, Some(HostMemoryBand::Below800M)));
+        assert_eq!(at(&mut bench, 9_999), (1, Some(HostMemoryBand::Below800M)));
+        assert_eq!(at(&mut bench, 10_000), (2, Some(HostMemoryBand::Below800M)));
+        assert_eq!(at(&mut bench, 300_000), (3, Some(HostMemoryBand::Above1200M)), "it has lasted");
+        // A later word of the watch is the agent's own.
+        bench.plan(&json!([layer("Enforce")]), 2);
+        assert_eq!(at(&mut bench, 300_001), (3, Some(HostMemoryBand::Above1200M)));
     }
 
     #[test]

@@ -9,6 +9,7 @@ mod decide;
 mod engine;
 mod episodes;
 mod evidence;
+mod fares;
 mod framework;
 mod guard;
 mod host;

@@ -24,7 +24,7 @@ use crate::{
     act::{hook, restart},
     args::Args,
     engine::{Engine, Order, Setup},
-    evidence,
+    evidence, fares,
     framework::{self, Scraped, Target},
     guard::{self, Guards, News},
     host::{self, Host, Reading, Surveyed, Want},
@@ -147,6 +147,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate()).context("waiting for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("waiting for SIGINT")?;
     let mut looking = JoinSet::new();
+    let mut faring = JoinSet::new();
     let mut finding = JoinSet::new();
     let cgroups = Arc::new(Cgroups::new(cgroup_root));
     let mut tick = interval(TICK);
@@ -198,8 +199,13 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
                     let proc_root = proc_root.clone();
                     looking.spawn_blocking(move || evidence::look(&proc_root));
                 }
+                if faring.is_empty() && engine.asks_how_host_fares() {
+                    let proc_root = proc_root.clone();
+                    faring.spawn_blocking(move || fares::read(&proc_root));
+                }
             }
             Some(Ok(users)) = looking.join_next() => engine.found(users),
+            Some(Ok(reading)) = faring.join_next() => engine.fares(&reading),
             Some(task) = limit_tasks.recv() => {
                 let cgroups = Arc::clone(&cgroups);
                 finding.spawn_blocking(move || {

@@ -9,6 +9,7 @@ pub mod budget;
 pub mod drain;
 pub mod episode;
 pub mod host_memory;
+pub mod host_status;
 pub mod leak;
 pub mod leak_acts;
 pub mod leak_episode;

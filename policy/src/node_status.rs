@@ -6,7 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use highwater_crds::{
     BelowStrength, ByteSize, DeviceFault, DeviceModel, DeviceStatus, Freeze, GpuMemoryNodeStatus,
-    HeadroomBand, Level, Partition, PoolTrouble, Strength, StrengthCounts, StrengthReason, TopPod,
+    HeadroomBand, HostStatus, Level, Partition, PoolTrouble, Strength, StrengthCounts, StrengthReason,
+    TopPod,
 };
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
@@ -57,6 +58,8 @@ pub struct Facts {
     /// each of them takes the driver's limits, else `Reservation` where each has a pool that is
     /// held, else `Observe`. `Observe` while the node does not measure or its plan does not bind.
     pub base_strength: Strength,
+    /// How the host fares; from [`host_status`](crate::host_status).
+    pub host: Option<HostStatus>,
 }
 
 /// Whether the agent measures.
@@ -186,6 +189,7 @@ pub fn status(facts: &Facts, previous: Option<&GpuMemoryNodeStatus>, now: Timest
         models,
         devices,
         top_pods,
+        host: facts.host,
         base_strength: facts.base_strength,
         below_count: count(facts.below.len()),
         below_strength: first_below(&facts.below).into_iter().cloned().collect(),
@@ -207,7 +211,11 @@ const SIZE_MAX: usize = 7_300;
 /// operator acts on is never left out.
 const SHORTEN: [fn(&mut GpuMemoryNodeStatus); 10] = [
     |status| status.devices.iter_mut().for_each(|device| device.overshoot = None),
-    |status| status.devices.iter_mut().for_each(|device| device.headroom = HeadroomBand::Unknown),
+    |status| {
+        status.devices.iter_mut().for_each(|device| device.headroom = HeadroomBand::Unknown);
+        // Without them the node is no target, however its host fares.
+        status.host = None;
+    },
     |status| {
         for device in &mut status.devices {
             device.pods = 0;
@@ -445,7 +453,7 @@ pub fn model(product: &str, partition: Partition, total: Option<u64>, context: O
 
 #[cfg(test)]
 mod tests {
-    use highwater_crds::{GpuMemoryNode, names::manager};
+    use highwater_crds::{CpuIdleBand, GpuMemoryNode, HostMemoryBand, names::manager};
     use serde_json::json;
 
     use super::*;
@@ -726,10 +734,12 @@ mod tests {
     fn a_status_that_is_not_too_large_leaves_nothing_out() {
         let pod =
             TopPod { namespace: "team".into(), name: "p".into(), device: "d".into(), due: ByteSize::gib(1) };
-        let facts = Facts { over: vec![(1, pod); 9], ..facts((0..8).map(device).collect()) };
+        let host = Some(HostStatus { oom_kills: Some(true), ..HostStatus::default() });
+        let facts = Facts { over: vec![(1, pod); 9], host, ..facts((0..8).map(device).collect()) };
         let status = status(&facts, None, at(0));
         assert_eq!(status.top_pods.len(), TOP_PODS);
         assert!(status.devices.iter().all(|d| d.pods == 2 && d.headroom == HeadroomBand::Below60));
+        assert_eq!(status.host, facts.host);
     }
 
     #[test]
@@ -777,6 +787,11 @@ mod tests {
             })
             .collect();
         facts.base_strength = Strength::Reservation;
+        facts.host = Some(HostStatus {
+            cpu_idle: Some(CpuIdleBand::Above40),
+            memory: Some(HostMemoryBand::Above1200M),
+            oom_kills: Some(false),
+        });
         let status = status(&facts, None, at(1_800_000_000));
         let said: Vec<_> = status.devices.iter().map(|d| (d.level, d.freeze, d.fault)).collect();
         let known: Vec<_> = facts.devices.iter().map(|d| (d.level, d.freeze, d.fault)).collect();
@@ -818,6 +833,7 @@ mod tests {
             "models",
             "devices",
             "topPods",
+            "host",
             "baseStrength",
             "belowCount",
             "belowStrength",

@@ -226,6 +226,12 @@ pub struct GpuMemoryNodeStatus {
     #[x_kube(merge_strategy = ListMerge::Atomic)]
     pub top_pods: Vec<TopPod>,
 
+    /// How the host of the node fares. Absent: nothing is known of it, or left out for the size of the
+    /// object.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[x_kube(merge_strategy = MapMerge::Atomic)]
+    pub host: Option<HostStatus>,
+
     /// The strength that a pod without a guard has on every device here, as far as it depends on
     /// the node: what its driver and its pools can do. Absent: `Observe`.
     #[serde(default, skip_serializing_if = "is_observe")]
@@ -516,6 +522,44 @@ pub enum HeadroomBand {
     Below88,
     /// 88 % or more in use.
     Full,
+}
+
+/// How the host of a node fares, in bands with hysteresis, so that it changes seldom enough to be
+/// stored. Less room is told soon, more only after it has lasted for five minutes.
+#[derive(KubeSchema, Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct HostStatus {
+    /// Idle share of its processors. Absent: not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_idle: Option<CpuIdleBand>,
+    /// Its available memory. Absent: not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<HostMemoryBand>,
+    /// A process was killed within ten minutes for want of memory, be it the host's or that of a
+    /// cgroup with a limit: the kernel counts both as one. Absent: not known, for instance because
+    /// the agent has watched for less than ten minutes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub oom_kills: Option<bool>,
+}
+
+/// Idle share of a host's processors over half a minute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+pub enum CpuIdleBand {
+    /// More than 40 %.
+    Above40,
+    /// No more than 40 %.
+    Below40,
+}
+
+/// Memory of a host that is available without swapping, by `MemAvailable`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+pub enum HostMemoryBand {
+    /// More than 1.2 GB.
+    Above1200M,
+    /// More than 800 MB, up to 1.2 GB.
+    Below1200M,
+    /// No more than 800 MB.
+    Below800M,
 }
 
 /// Why a device is not measured, or not wholly.

@@ -144,19 +144,25 @@ impl NodeWriter {
     }
 }
 
-/// Whether a device has less room than is told, or is no longer empty: pods are sent to where there is
-/// room, so that must not be old news. More room may wait.
+/// Whether a device or the host has less room than is told, or a device is no longer empty: pods are sent to
+/// where there is room, so that must not be old news. More room may wait.
 fn loses_room(stored: &GpuMemoryNodeStatus, status: &GpuMemoryNodeStatus) -> bool {
-    stored.devices.iter().zip(&status.devices).any(|(told, is)| {
+    let (told, is) = (stored.host.unwrap_or_default(), status.host.unwrap_or_default());
+    let host = told.cpu_idle.is_some() && told.cpu_idle < is.cpu_idle
+        || told.memory.is_some() && told.memory < is.memory
+        || told.oom_kills == Some(false) && is.oom_kills == Some(true);
+    let devices = stored.devices.iter().zip(&status.devices).any(|(told, is)| {
         let less = told.headroom != HeadroomBand::Unknown && told.headroom < is.headroom;
         less || (told.pods == 0 && is.pods > 0)
-    })
+    });
+    host || devices
 }
 
 /// A status without what may wait.
 fn urgent(status: &GpuMemoryNodeStatus) -> GpuMemoryNodeStatus {
     let mut status = status.clone();
     status.top_pods.clear();
+    status.host = None;
     for device in &mut status.devices {
         device.pods = 0;
         device.over = 0;
@@ -235,6 +241,34 @@ mod tests {
             writer.written(told.clone(), true, Millis(0));
             assert!(writer.step(is.clone(), Millis(at - 1)).is_none(), "{told:?} {is:?}");
             assert!(writer.step(is.clone(), Millis(at)).is_some(), "{told:?} {is:?}");
+        }
+    }
+
+    #[test]
+    fn a_host_that_is_short_is_told_at_once_and_what_is_better_or_unknown_in_time() {
+        let with = |host| GpuMemoryNodeStatus {
+            host: serde_json::from_value(host).unwrap(),
+            ..status(Level::Normal)
+        };
+        let well = json!({"cpuIdle": "Above40", "memory": "Above1200M", "oomKills": false});
+        let busy = json!({"cpuIdle": "Below40", "memory": "Above1200M", "oomKills": false});
+        let short = json!({"cpuIdle": "Above40", "memory": "Below1200M", "oomKills": false});
+        let killing = json!({"cpuIdle": "Above40", "memory": "Above1200M", "oomKills": true});
+        for (told, is, at) in [
+            (&well, &busy, 500),
+            (&well, &short, 500),
+            (&well, &killing, 500),
+            (&busy, &well, 10_000),
+            (&short, &well, 10_000),
+            (&killing, &well, 10_000),
+            (&well, &json!({"cpuIdle": "Above40"}), 10_000),
+            (&json!({"memory": "Above1200M"}), &busy, 10_000),
+            (&json!(null), &killing, 10_000),
+        ] {
+            let mut writer = NodeWriter::default();
+            writer.written(with(told.clone()), true, Millis(0));
+            assert!(writer.step(with(is.clone()), Millis(at - 1)).is_none(), "{told} {is}");
+            assert!(writer.step(with(is.clone()), Millis(at)).is_some(), "{told} {is}");
         }
     }
 

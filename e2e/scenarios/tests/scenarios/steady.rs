@@ -2,12 +2,16 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
+use highwater_crds::{GpuMemoryNode, HostStatus};
 use highwater_e2e::{eventually, never};
-use highwater_scenarios::{GI, ModelServer, TIMEOUT, deployment, enforce, policy, scenario};
+use highwater_scenarios::{GI, ModelServer, Scenario, TIMEOUT, deployment, enforce, policy, scenario};
 use jiff::Timestamp;
-use kube::ResourceExt as _;
+use kube::{Api, ResourceExt as _, api::ListParams};
 use serde_json::json;
+
+/// Times that a host may come to fare otherwise while the fleet is watched.
+const OTHERWISE: usize = 3;
 
 #[test]
 fn d17_d18_a_steady_fleet_makes_no_writes_in_three_minutes() -> Result<()> {
@@ -38,10 +42,26 @@ fn d17_d18_a_steady_fleet_makes_no_writes_in_three_minutes() -> Result<()> {
             Ok(())
         })
         .await?;
-        let start = Timestamp::now();
-        never("a write by Highwater in a steady fleet", Duration::from_mins(3), async || {
-            s.writes_since(start)?.pop().context("none")
-        })
-        .await
+        // What else the machine does is not the fleet's: where the host of a node comes to fare otherwise
+        // meanwhile, that is told, once, and the time begins anew.
+        for _ in 0..OTHERWISE {
+            let (start, before) = (Timestamp::now(), hosts(s).await?);
+            let steady =
+                never("a write by Highwater in a steady fleet", Duration::from_mins(3), async || {
+                    s.writes_since(start)?.pop().context("none")
+                })
+                .await;
+            if steady.is_ok() || hosts(s).await? == before {
+                return steady;
+            }
+        }
+        bail!("the hosts fared otherwise {OTHERWISE} times: the machine is too busy for this")
     })
+}
+
+/// How the hosts of all nodes fare, by what their agents tell.
+async fn hosts(s: &Scenario) -> Result<Vec<Option<HostStatus>>> {
+    let nodes: Api<GpuMemoryNode> = Api::all(s.client.clone());
+    let nodes = nodes.list(&ListParams::default()).await?;
+    Ok(nodes.items.into_iter().map(|node| node.status.and_then(|status| status.host)).collect())
 }
