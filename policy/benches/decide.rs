@@ -15,7 +15,8 @@ use std::{
 };
 
 use highwater_crds::{
-    Breaker, BreakerPreset, BreakerScope, ByteSize, HeadroomBand, Level, Partition, WhenNobodyIsOver,
+    Breaker, BreakerPreset, BreakerScope, ByteSize, CpuIdleBand, HeadroomBand, HostMemoryBand, HostStatus,
+    Level, Partition, WhenNobodyIsOver,
 };
 use highwater_policy::{
     acts::{self, Situation, Tenant},
@@ -192,10 +193,10 @@ fn redirections(below_one_of: Option<usize>) -> Vec<Took> {
             tainted: i.is_multiple_of(40),
             cordoned: i.is_multiple_of(30),
             slots: Some(4),
-            host: Some(redirect::Host {
-                cpu_idle_percent: Some(i32::try_from(i % 100).unwrap()),
-                memory_free: Some(8 * ByteSize::GI),
-                oom_kills: false,
+            host: Some(HostStatus {
+                cpu_idle: Some(if i % 100 > 40 { CpuIdleBand::Above40 } else { CpuIdleBand::Below40 }),
+                memory: Some(HostMemoryBand::Above1200M),
+                oom_kills: Some(false),
             }),
             devices,
         })
@@ -203,7 +204,10 @@ fn redirections(below_one_of: Option<usize>) -> Vec<Took> {
     let demands = [Demand { bytes: 10 * ByteSize::GI, devices: 1, products: &[] }; DEMANDS];
     measure(|| {
         let decision = redirect::decide(black_box(&demands), 95, black_box(&targets));
-        assert!(matches!(decision, Decision::Targets(found) if found.len() == DEMANDS));
+        assert!(matches!(&decision, Decision::Targets(found) if found.len() == DEMANDS));
+        let Decision::Targets(found) = decision else { return };
+        // What an incident says of it is part of what it costs.
+        black_box(redirect::explain_scores(&demands, 95, &targets, &found));
     })
 }
 

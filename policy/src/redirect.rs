@@ -5,10 +5,13 @@
 //! never. Decided is on the headroom bands of nodes' statuses, of nodes whose agent renewed its Lease
 //! within 40 s and is Ready, and that are neither tainted nor cordoned. A band says no more than
 //! between which marks use lies: counted is the upper one, so that what is promised fits.
+//!
+//! Of nodes that would take it equally well those go first whose hosts fare best, by the bands that
+//! their statuses tell: the fuller the source, the more is asked of them.
 
 use std::{cmp::Reverse, ops::Range};
 
-use highwater_crds::{Breaker, ByteSize, HeadroomBand, Partition};
+use highwater_crds::{Breaker, ByteSize, CpuIdleBand, HeadroomBand, HostMemoryBand, HostStatus, Partition};
 
 use crate::breaker;
 
@@ -34,7 +37,7 @@ pub struct Target<'a> {
     /// How many more pods may be scheduled there that ask for a device each, where that is known.
     pub slots: Option<u32>,
     /// How its host fares, where that is known.
-    pub host: Option<Host>,
+    pub host: Option<HostStatus>,
     /// Its devices.
     pub devices: &'a [Device<'a>],
 }
@@ -56,17 +59,6 @@ pub struct Device<'a> {
     pub usable: bool,
     /// The clear mark that it must stay under, in percent; from [`clear_mark`].
     pub clear_percent: Option<i32>,
-}
-
-/// How the host of a node fares.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Host {
-    /// Idle share of its processors in percent.
-    pub cpu_idle_percent: Option<i32>,
-    /// Available memory in bytes.
-    pub memory_free: Option<u64>,
-    /// A process was killed there of late because the host had no memory for it.
-    pub oom_kills: bool,
 }
 
 /// Something that must find room: one pod.
@@ -143,23 +135,76 @@ pub fn decide(demands: &[Demand<'_>], source_percent: i32, targets: &[Target<'_>
     Decision::Targets(found)
 }
 
+/// Where the scores of hosts decided, in words: the first demand that without them would have had
+/// another target than the one that was `found`. `None`: they made no difference.
+pub fn explain_scores(
+    demands: &[Demand<'_>],
+    source_percent: i32,
+    targets: &[Target<'_>],
+    found: &[usize],
+) -> Option<String> {
+    let mut scores = targets.iter().map(|target| score(source_percent, target.host));
+    let first = scores.next()?;
+    if scores.all(|score| score == first) {
+        return None;
+    }
+    let alike: Vec<Target<'_>> = targets.iter().map(|t| Target { host: None, ..t.clone() }).collect();
+    let mut room = Room::new(&alike, source_percent);
+    let (taken, other) = demands.iter().zip(found).find_map(|(demand, taken)| {
+        // Until they differ the same was promised to the same, so that nothing but scores decided.
+        let other = room.take(demand)?;
+        (other != *taken).then_some((*taken, other))
+    })?;
+    let say = |target: &Target<'_>| {
+        format!("{} (score {}: {})", target.name, score(source_percent, target.host), fares(target.host))
+    };
+    Some(format!("{} goes before {} by its host", say(targets.get(taken)?), say(targets.get(other)?)))
+}
+
+/// How a host fares, in words.
+fn fares(host: Option<HostStatus>) -> String {
+    let HostStatus { cpu_idle, memory, oom_kills } = host.unwrap_or_default();
+    let cpu_idle = cpu_idle.map(|band| match band {
+        CpuIdleBand::Above40 => "more than 40 % idle",
+        CpuIdleBand::Below40 => "up to 40 % idle",
+    });
+    let memory = memory.map(|band| match band {
+        HostMemoryBand::Above1200M => "more than 1.2 GB available",
+        HostMemoryBand::Below1200M => "up to 1.2 GB available",
+        HostMemoryBand::Below800M => "up to 800 MB available",
+    });
+    let killed = oom_kills.map(|killed| if killed { "OOM kills of late" } else { "no OOM kills of late" });
+    let known: Vec<&str> = [cpu_idle, memory, killed].into_iter().flatten().collect();
+    if known.is_empty() { "not known".to_owned() } else { known.join(", ") }
+}
+
 /// The score of a target in percent, by how full the source is and how the target's host fares.
-/// 50 where nothing is known of it; a host that is known not to fare well enough has 0, and is still
+/// 50 where too little is known of it; a host that is known not to fare well enough has 0, and is still
 /// better than none.
-pub fn score(source_percent: i32, host: Option<Host>) -> i32 {
+pub fn score(source_percent: i32, host: Option<HostStatus>) -> i32 {
     let Some(host) = host else { return 50 };
-    let free = |bytes| host.memory_free.map(|free| free > bytes);
+    let memory = |worst| host.memory.map(|band| band <= worst);
     let (good, weight) = match source_percent {
         90.. => {
-            (host.cpu_idle_percent.map(|idle| idle > 40).zip(free(1_200_000_000)).map(|(a, b)| a && b), 95)
+            let idle = host.cpu_idle.map(|band| band == CpuIdleBand::Above40);
+            (both(idle, memory(HostMemoryBand::Above1200M)), 95)
         }
-        85..90 => (free(800_000_000).map(|free| free && !host.oom_kills), 72),
+        85..90 => (both(memory(HostMemoryBand::Below1200M), host.oom_kills.map(|killed| !killed)), 72),
         _ => (None, 50),
     };
     match good {
         Some(true) => weight,
         Some(false) => 0,
         None => 50,
+    }
+}
+
+/// Whether both hold, as far as that is known: one that does not is enough to know.
+fn both(a: Option<bool>, b: Option<bool>) -> Option<bool> {
+    match (a, b) {
+        (Some(false), _) | (_, Some(false)) => Some(false),
+        (Some(true), Some(true)) => Some(true),
+        _ => None,
     }
 }
 
@@ -471,23 +516,65 @@ mod tests {
         assert!(matches!(decide(&[wide, wide], 92, &[node("two", &two)]), Decision::NoTarget(1, _)));
     }
 
+    const WELL: HostStatus = HostStatus {
+        cpu_idle: Some(CpuIdleBand::Above40),
+        memory: Some(HostMemoryBand::Above1200M),
+        oom_kills: Some(false),
+    };
+    const BUSY: HostStatus = HostStatus { cpu_idle: Some(CpuIdleBand::Below40), ..WELL };
+
     #[test]
     fn a_host_that_fares_well_is_preferred() {
-        let host = |idle, free| {
-            Some(Host { cpu_idle_percent: Some(idle), memory_free: Some(free), oom_kills: false })
-        };
         let low = [device(HeadroomBand::Below60)];
         let all = [
-            Target { host: host(20, 9 * GI), ..node("busy", &low) },
+            Target { host: Some(BUSY), ..node("busy", &low) },
             node("unknown", &low),
-            Target { host: host(60, 9 * GI), ..node("idle", &low) },
+            Target { host: Some(WELL), ..node("well", &low) },
         ];
         assert_eq!(first(&[demand(1)], &all), Some(2));
         assert_eq!(first(&[demand(1)], &all[..2]), Some(1));
         assert_eq!(first(&[demand(1)], &all[..1]), Some(0));
-        assert_eq!([score(90, all[2].host), score(87, all[0].host), score(80, all[0].host)], [95, 72, 50]);
-        let killing = Host { oom_kills: true, memory_free: Some(9 * GI), cpu_idle_percent: None };
-        assert_eq!([score(87, Some(killing)), score(95, Some(killing)), score(95, None)], [0, 50, 50]);
+    }
+
+    #[test]
+    fn a_score_asks_more_the_fuller_the_source_is() {
+        let scores = |host| [95, 90, 89, 85, 84].map(|percent| score(percent, host));
+        let less = HostStatus { memory: Some(HostMemoryBand::Below1200M), ..WELL };
+        let least = HostStatus { memory: Some(HostMemoryBand::Below800M), ..WELL };
+        let killing = HostStatus { oom_kills: Some(true), ..WELL };
+        assert_eq!(scores(Some(WELL)), [95, 95, 72, 72, 50]);
+        assert_eq!(scores(Some(BUSY)), [0, 0, 72, 72, 50]);
+        assert_eq!(scores(Some(less)), [0, 0, 72, 72, 50]);
+        assert_eq!(scores(Some(least)), [0, 0, 0, 0, 50]);
+        assert_eq!(scores(Some(killing)), [95, 95, 0, 0, 50]);
+        assert_eq!(scores(None), [50; 5]);
+        // What is missing is neither good nor bad, and one bad number is enough.
+        assert_eq!(scores(Some(HostStatus { cpu_idle: None, ..WELL })), [50, 50, 72, 72, 50]);
+        assert_eq!(scores(Some(HostStatus { oom_kills: None, ..least })), [0, 0, 0, 0, 50]);
+        assert_eq!(scores(Some(HostStatus { memory: None, ..killing })), [50, 50, 0, 0, 50]);
+    }
+
+    #[test]
+    fn where_a_score_decided_is_said_and_nowhere_else() {
+        let (low, middle) = ([device(HeadroomBand::Below60)], [device(HeadroomBand::Below75)]);
+        let said = |demands: &[Demand<'_>], percent, targets: &[Target<'_>]| {
+            let Decision::Targets(found) = decide(demands, percent, targets) else { panic!("no room") };
+            explain_scores(demands, percent, targets, &found)
+        };
+        let all =
+            [Target { host: Some(BUSY), ..node("a", &low) }, Target { host: Some(WELL), ..node("b", &low) }];
+        assert_eq!(
+            said(&[demand(1)], 92, &all).unwrap(),
+            "b (score 95: more than 40 % idle, more than 1.2 GB available, no OOM kills of late) goes before a (score 0: up to 40 % idle, more than 1.2 GB available, no OOM kills of late) by its host"
+        );
+        assert_eq!(said(&[demand(1)], 87, &all), None, "both are as good");
+        let only = [all[0].clone(), Target { host: Some(WELL), ..node("b", &middle) }];
+        assert_eq!(said(&[demand(1)], 92, &only), None, "room comes first");
+        let named = [Target { host: Some(WELL), ..node("a", &low) }, node("b", &low)];
+        assert_eq!(said(&[demand(1)], 92, &named), None, "it would have been that one anyway");
+        // What follows from an earlier promise is told by the one that decided.
+        let text = said(&[demand(20), demand(20)], 92, &all).unwrap();
+        assert!(text.starts_with("b (score 95"), "{text}");
     }
 
     #[test]

@@ -19,6 +19,7 @@ use tracing::info;
 
 use super::{
     dereference::{Scene, refusal_key},
+    room::Room,
     write,
 };
 use crate::{
@@ -68,7 +69,7 @@ async fn reserve_and_cordon(ctx: &Context, scene: &mut Scene) -> Result<bool, Er
             return Ok(false);
         }
     };
-    let targets = scene.room.clone().unwrap_or_default();
+    let Room { targets, weighed } = scene.room.clone().unwrap_or_default();
     let going = scene.pods.iter().filter(|pod| pod.stays.is_none() && !pod.going).count();
     let node = scene.incident.spec.node.clone();
     let approved = |what: &str| Verdict {
@@ -76,7 +77,7 @@ async fn reserve_and_cordon(ctx: &Context, scene: &mut Scene) -> Result<bool, Er
         reason: WITHIN_BUDGET,
         message: format!(
             "{token}; {node} {what} and {going} pods are evicted one after the other{}",
-            to(&targets)
+            to(&targets, weighed.as_deref())
         ),
     };
     let particulars = Particulars { budgets, targets: targets.clone(), ..Particulars::default() };
@@ -108,8 +109,13 @@ async fn reserve_and_cordon(ctx: &Context, scene: &mut Scene) -> Result<bool, Er
     Ok(true)
 }
 
-fn to(targets: &[String]) -> String {
-    if targets.is_empty() { String::new() } else { format!("; there is room on {}", targets.join(", ")) }
+/// Where there is room, and where the scores of hosts decided.
+fn to(targets: &[String], weighed: Option<&str>) -> String {
+    if targets.is_empty() {
+        return String::new();
+    }
+    let weighed = weighed.map(|weighed| format!("; {weighed}")).unwrap_or_default();
+    format!("; there is room on {}{weighed}", targets.join(", "))
 }
 
 /// Reserves a token for a pod and evicts it, after a last look at pod and node.
@@ -174,4 +180,17 @@ pub(super) async fn evict(ctx: &Context, mut scene: Scene, index: usize) -> Resu
 
 fn waits(reason: &'static str, message: String) -> Verdict {
     Verdict { state: DecisionState::Approved, reason, message }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::to;
+
+    #[test]
+    fn where_there_is_room_is_said_with_what_a_score_decided() {
+        let targets = ["n2".to_owned(), "n3".to_owned()];
+        assert_eq!(to(&targets, None), "; there is room on n2, n3");
+        assert_eq!(to(&targets, Some("n3 goes before n1")), "; there is room on n2, n3; n3 goes before n1");
+        assert_eq!(to(&[], Some("n3 goes before n1")), "");
+    }
 }

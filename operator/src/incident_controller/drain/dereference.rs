@@ -18,7 +18,7 @@ use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::{Api, runtime::reflector::ObjectRef};
 use tokio::time::Instant;
 
-use super::room;
+use super::room::{self, Room};
 use crate::{
     context::{Context, Key, Known, is_open, key, state},
     error::{Error, call},
@@ -46,7 +46,7 @@ pub(super) struct Scene {
     pub(super) limits: Limits,
     pub(super) refusal: Option<Refusal>,
     pub(super) terms: Option<Terms>,
-    pub(super) room: Result<Vec<String>, String>,
+    pub(super) room: Result<Room, String>,
     asks: Asks,
     /// The other nodes that are being drained.
     draining: BTreeSet<String>,
@@ -71,7 +71,7 @@ pub(super) async fn dereference(ctx: &Context, key: &Key) -> Result<Option<Scene
         limits: Limits::default(),
         refusal: None,
         terms: None,
-        room: Ok(Vec::new()),
+        room: Ok(Room::default()),
         asks: Asks::Unknown,
         draining: BTreeSet::new(),
         evicting: false,
@@ -313,7 +313,7 @@ impl Scene {
             cordon: self.cordon(),
             pods: &self.pods,
             evicting: self.evicting,
-            room: self.room.as_deref().map_err(Clone::clone),
+            room: self.room.as_ref().map(|room| room.targets.as_slice()).map_err(Clone::clone),
         }
     }
 }

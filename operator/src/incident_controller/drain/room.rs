@@ -9,7 +9,7 @@ use highwater_crds::{
 use highwater_policy::{
     drain::{bytes_a_pod, gpus},
     node_status::MONITORED,
-    redirect::{Decision, Demand, Device, Target, clear_mark, decide},
+    redirect::{Decision, Demand, Device, Target, clear_mark, decide, explain_scores},
 };
 use jiff::Timestamp;
 use k8s_openapi::api::{
@@ -49,20 +49,29 @@ pub(crate) struct Leases(Mutex<Option<(Instant, Ages)>>);
 /// How long ago each node's Lease was renewed, in milliseconds.
 type Ages = HashMap<String, u64>;
 
-/// Finds a node for each of the pods: the names of the targets, else why there are none.
+/// Where there is room.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Room {
+    /// Names of the nodes.
+    pub(super) targets: Vec<String>,
+    /// Where the scores of their hosts decided, in words.
+    pub(super) weighed: Option<String>,
+}
+
+/// Finds a node for each of the pods; else why there is none.
 pub(super) async fn find(
     ctx: &Context,
     incident: &GpuMemoryIncident,
     source: Option<&Node>,
     moving: &[Pod],
-) -> Result<Result<Vec<String>, String>, Error> {
+) -> Result<Result<Room, String>, Error> {
     let bytes = bytes_a_pod(&incident.spec);
     let demands: Vec<Demand<'_>> = moving
         .iter()
         .map(|pod| Demand { bytes, devices: gpus(pod).map_or(1, |(_, count)| count), products: &[] })
         .collect();
     if demands.is_empty() {
-        return Ok(Ok(Vec::new()));
+        return Ok(Ok(Room::default()));
     }
     let leases = lease_ages(ctx).await?;
     let known = std::sync::Arc::clone(&ctx.known.borrow());
@@ -75,36 +84,38 @@ pub(super) async fn find(
         .filter_map(|guard| readable(guard))
         .filter_map(|report| Some((report.metadata.name.as_deref()?, report)))
         .collect();
-    let candidates: Vec<(&str, &Node, Vec<Device<'_>>, bool)> = nodes
+    let candidates: Vec<(&str, &Node, Vec<Device<'_>>, &GpuMemoryNode)> = nodes
         .iter()
         .filter_map(|node| Some((node.metadata.name.as_deref()?, node.as_ref())))
         .filter(|(name, node)| *name != incident.spec.node && is_selected(node, moving))
         .filter_map(|(name, node)| {
             let report = reports.get(name)?;
             let plan = known.plans.get(name).map(AsRef::as_ref);
-            Some((name, node, devices(report, plan), is_monitored(report)))
+            Some((name, node, devices(report, plan), *report))
         })
         .collect();
     let tolerated: Vec<&Taint> = source.into_iter().flat_map(taints).collect();
     let targets: Vec<Target<'_>> = candidates
         .iter()
-        .map(|(name, node, devices, monitored)| Target {
+        .map(|(name, node, devices, report)| Target {
             name,
-            ready: *monitored && agents.contains(*name),
+            ready: is_monitored(report) && agents.contains(*name),
             lease_age: leases.get(*name).copied(),
             tainted: taints(node).any(|taint| keeps_away(taint, &tolerated)),
             cordoned: cordon::is_cordoned(node),
             slots: resource.map(|resource| free(node, resource, &taken)),
-            host: None,
+            // An agent that is older than this says nothing of its host.
+            host: report.status.as_ref().and_then(|status| status.host),
             devices,
         })
         .collect();
     let source_percent = incident.spec.evidence.level_percent.unwrap_or(100);
     Ok(match decide(&demands, source_percent, &targets) {
         Decision::Targets(places) => {
+            let weighed = explain_scores(&demands, source_percent, &targets, &places);
             let names: BTreeSet<&str> =
                 places.into_iter().filter_map(|place| targets.get(place)).map(|target| target.name).collect();
-            Ok(names.into_iter().take(NAMED).map(str::to_owned).collect())
+            Ok(Room { targets: names.into_iter().take(NAMED).map(str::to_owned).collect(), weighed })
         }
         Decision::NoTarget(place, survey) => {
             let demand = demands.get(place).copied();
